@@ -1,0 +1,201 @@
+// flashsdpa_bwd_cpu: recomputation from the log-sum-exp (FlashAttention, algorithm 4), five products per tile.
+//
+// A work item owns one (batch, K/V head) and a range of query tiles, with float accumulators for dK and dV of its own;
+// ranges are split only when there are fewer pairs than workers, and then added in ascending order. dQ is finished tile
+// by tile. No atomics, so the same call gives the same bits.
+#pragma once
+
+#include "forward.h"
+
+namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
+
+template <typename Engine> struct BackwardScratch {
+  using In = typename Engine::In;
+  using T = typename Engine::T;
+  Engine engine;
+  T* pt;     // (64 x kTileStride): S^T, then P^T
+  T* dt;     // (64 x kTileStride): dP^T, then dS^T before the scale
+  T* lse;    // (64), +inf for a row with no key, so that every probability of it is 0
+  T* delta;  // (64): rowsum(O * dO) - dLSE
+
+  BackwardScratch(Arena& arena, const Problem& p) : engine(arena, p) {
+    pt = arena.take<T>(kTile * kTileStride);
+    dt = arena.take<T>(kTile * kTileStride);
+    lse = arena.take<T>(kTile);
+    delta = arena.take<T>(kTile);
+  }
+  static int64_t bytes(const Problem& p) {
+    Arena measure;
+    BackwardScratch scratch(measure, p);
+    return measure.used();
+  }
+
+  void load_rows(const BackwardParams& a, const RowTile& tile) {
+    const Problem& p = a.problem;
+    engine.load_rows(a, tile);
+    for (int r = 0; r < kTile; ++r) lse[r] = std::numeric_limits<T>::infinity(), delta[r] = T(0);
+    for (int r = 0; r < tile.rows; ++r) {
+      const int64_t b = tile.batch, h = tile.head[r], s = tile.query[r];
+      const In* out = row_of<In>(a.out, b, h, s);
+      const In* grad = row_of<In>(a.grad_out, b, h, s);
+      const int64_t step = a.grad_out.stride[3], at = (b * p.heads_q + h) * p.seq_q + s;
+      Octet<T> sum{};
+      for (int64_t c = 0; c < p.dim_v; c += 8) {
+        const int count = int(std::min<int64_t>(8, p.dim_v - c));
+        sum += octet(out + c, 1, count) * octet(grad + c * step, step, count);
+      }
+      for (int i = 0; i < 8; ++i) delta[r] += sum[i];
+      if (a.grad_lse) delta[r] -= static_cast<const T*>(a.grad_lse)[at];
+      const T row_lse = static_cast<const T*>(a.lse)[at];
+      if (row_lse != kNegInf<T>) lse[r] = row_lse;
+    }
+  }
+
+  // P = exp(S - lse) and dS = P * (dO V^T - delta) of one tile, transposed, in pt and dt.
+  void recompute(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
+    engine.load_keys(a, tile.batch, tile.head[0] / (a.problem.heads_q / a.problem.heads_kv), first_key, keys);
+    engine.scores(tile.rows, keys, pt);
+    mask_scores(pt, a.problem, tile, granule, first_key, keys);
+    engine.grad_probabilities(tile.rows, keys, dt);
+    for (int j = 0; j < keys; ++j) {
+      T* p_row = pt + j * kTileStride;
+      T* d_row = dt + j * kTileStride;
+      for (int r = 0; r < tile.rows; r += kLanes<T>) {
+        const Vec<T> e = exp_nonpositive(load(p_row + r) - load(lse + r));
+        store(p_row + r, e);
+        store(d_row + r, e * (load(d_row + r) - load(delta + r)));
+      }
+    }
+  }
+};
+
+// Calls visit(granule class, first key, keys) for every key tile the row tile attends.
+template <typename Visit>
+inline void for_each_key_tile(const Problem& p, const RowTile& tile, const Visit& visit) {
+  PlanCursor plan(p, tile);
+  const KeyRange range = key_range(p, tile);
+  for (int64_t kb = range.first; kb < range.last; ++kb) {
+    const int granule = plan.at(kb);
+    if (granule != kEmpty) visit(granule, kb * kTile, int(std::min<int64_t>(kTile, p.seq_k - kb * kTile)));
+  }
+}
+
+template <typename Engine>
+void backward_qkv(const BackwardParams& a, const Launch& launch) {
+  using In = typename Engine::In;
+  using T = typename Engine::T;
+  const Problem& p = a.problem;
+  const int64_t q_tiles = (p.seq_q + kTile - 1) / kTile, pairs = p.batch * p.heads_kv;
+  const int64_t group = p.heads_q / p.heads_kv, ldk = Engine::row_stride(p.dim), ldv = Engine::row_stride(p.dim_v);
+  const int workers = worthwhile_workers(p, 5);
+  const int threads = std::min(workers, launch.pool ? launch.pool->threads : 1);
+  const int64_t units = group * q_tiles;  // row tiles of a pair, over the heads of its group
+  const int64_t splits = std::clamp<int64_t>((threads + pairs - 1) / pairs, 1, units);
+
+  const int64_t bytes = BackwardScratch<Engine>::bytes(p);
+  const int64_t k_rows = (p.seq_k + kTile - 1) / kTile * kTile;  // whole tiles, which matrix units write
+  const int64_t accumulator = k_rows * (ldk + ldv);              // dK then dV of one item
+  // Unsplit items use one accumulator per worker; split ones keep theirs until they are added.
+  const Block block = allocate((splits > 1 ? pairs * splits : threads) * accumulator * int64_t(sizeof(T)));
+  T* const accumulators = reinterpret_cast<T*>(block.get());
+
+  const auto write_pair = [&](int64_t pair, const T* dk) {
+    const T* dv = dk + k_rows * ldk;
+    const int64_t b = pair / p.heads_kv, h = pair % p.heads_kv;
+    for (int64_t j = 0; j < p.seq_k; ++j) {
+      store_row(row_of<In>(a.dk, b, h, j), dk + j * ldk, p.dim, T(p.scale));
+      store_row(row_of<In>(a.dv, b, h, j), dv + j * ldv, p.dim_v, T(1));
+    }
+  };
+  for_each_item(launch.pool, pairs * splits, workers, [&](int64_t item, int worker) {
+    Arena arena(thread_scratch(bytes));
+    BackwardScratch<Engine> s(arena, p);
+    const int64_t pair = item / splits, split = item % splits;
+    const int64_t batch = pair / p.heads_kv, kv_head = pair % p.heads_kv;
+    T* dk = accumulators + (splits > 1 ? item : worker) * accumulator;
+    T* dv = dk + k_rows * ldk;
+    std::memset(dk, 0, accumulator * sizeof(T));
+    s.engine.load_pair(a, batch, kv_head);
+    for (int64_t unit = split * units / splits; unit < (split + 1) * units / splits; ++unit) {
+      const RowTile tile =
+          RowTile::of_head(batch, kv_head * group + unit / q_tiles, unit % q_tiles * kTile, p.seq_q);
+      s.load_rows(a, tile);
+      for_each_key_tile(p, tile, [&](int granule, int64_t first_key, int keys) {
+        s.recompute(a, tile, granule, first_key, keys);
+        s.engine.add_gradients(tile.rows, keys, s.pt, s.dt, dk + first_key * ldk, dv + first_key * ldv);
+      });
+      const T* dq = s.engine.dq();
+      for (int r = 0; r < tile.rows; ++r)
+        store_row(row_of<In>(a.dq, batch, tile.head[r], tile.query[r]), dq + r * ldk, p.dim, T(p.scale));
+    }
+    if (splits == 1) write_pair(pair, dk);
+  });
+  if (splits == 1) return;
+  for_each_item(launch.pool, pairs, workers, [&](int64_t pair, int) {
+    T* total = accumulators + pair * splits * accumulator;
+    for (int64_t s = 1; s < splits; ++s)
+      for (int64_t i = 0; i < accumulator; ++i) total[i] += total[s * accumulator + i];
+    write_pair(pair, total);
+  });
+}
+
+// dst[query * row_stride + key * col_stride] += dS; a stride of 0 sums over that axis.
+template <typename T>
+inline void add_transposed(T* dst, int64_t row_stride, int64_t col_stride, const RowTile& tile, int keys, const T* dt) {
+  for (int r = 0; r < tile.rows; r += 8)
+    for (int j = 0; j < keys; j += 8) {
+      const int count = std::min(8, keys - j);
+      Octet<T> block[8];
+      for (int i = 0; i < 8; ++i) block[i] = i < count ? load8(dt + (j + i) * kTileStride + r) : Octet<T>{};
+      transpose8(block);
+      for (int i = 0; i < 8 && r + i < tile.rows; ++i) {
+        T* row = dst + tile.query[r + i] * row_stride + j * col_stride;
+        if (col_stride == 1 && count == 8) {
+          store8(row, load8(row) + block[i]);
+        } else {
+          for (int c = 0; c < count; ++c) row[c * col_stride] += block[i][c];
+        }
+      }
+    }
+}
+
+// The bias gradient in a pass of its own: an item owns a mask row (or one granule of rows), so the sum over broadcast
+// batches, heads and queries needs no atomics. dmask is zeroed by the caller: skipped granules stay 0.
+template <typename Engine>
+void backward_bias(const BackwardParams& a, const Launch& launch) {
+  using T = typename Engine::T;
+  const Problem& p = a.problem;
+  const int64_t* size = p.mask.size;
+  const int64_t q_tiles = (p.seq_q + kTile - 1) / kTile;
+  const int64_t row_items = size[2] == 1 ? 1 : q_tiles, tiles_per_item = size[2] == 1 ? q_tiles : 1;
+  const int64_t batches = size[0] == 1 ? p.batch : 1, heads = size[1] == 1 ? p.heads_q : 1;
+  const int64_t row_stride = size[2] == 1 ? 0 : size[3], col_stride = size[3] == 1 ? 0 : 1;
+
+  const int64_t bytes = BackwardScratch<Engine>::bytes(p);
+  for_each_item(launch.pool, size[0] * size[1] * row_items, worthwhile_workers(p, 2), [&](int64_t item, int) {
+    Arena arena(thread_scratch(bytes));
+    BackwardScratch<Engine> s(arena, p);
+    const int64_t mask_batch = item / row_items / size[1], mask_head = item / row_items % size[1];
+    T* plane = static_cast<T*>(a.dmask) + (mask_batch * size[1] + mask_head) * size[2] * size[3];
+    for (int64_t b = mask_batch; b < mask_batch + batches; ++b)
+      for (int64_t h = mask_head; h < mask_head + heads; ++h)
+        for (int64_t t = item % row_items; t < item % row_items + tiles_per_item; ++t) {
+          const RowTile tile = RowTile::of_head(b, h, t * kTile, p.seq_q);
+          s.load_rows(a, tile);
+          for_each_key_tile(p, tile, [&](int granule, int64_t first_key, int keys) {
+            s.recompute(a, tile, granule, first_key, keys);
+            add_transposed(plane + first_key * col_stride, row_stride, col_stride, tile, keys, s.dt);
+          });
+        }
+  });
+}
+
+template <typename Engine>
+const char* backward(const void* params, const Launch& launch) {
+  const auto& a = *static_cast<const BackwardParams*>(params);
+  if (a.dq.data || a.dv.data) backward_qkv<Engine>(a, launch);  // dq is null too where dim is 0
+  if (a.dmask) backward_bias<Engine>(a, launch);
+  return nullptr;
+}
+
+}  // namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE

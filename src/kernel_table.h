@@ -1,0 +1,57 @@
+// The one table of kernels. Dispatch, refusal reasons, doctor, explain, the README's support table and the tests read it.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace flashsdpa {
+
+enum class Pass : int32_t { kForward = 0, kBackward = 1, kDecode = 2, kMaskPlan = 3 };
+enum class Device : int32_t { kCpu = 0, kCuda = 1 };
+
+// Instruction sets in ascending order of preference. CPU variants are chosen at run time.
+enum class Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kSm80 = 10, kSm90 = 11 };
+
+enum Feature : uint32_t {
+  kCausal = 1 << 0,
+  kBand = 1 << 1,       // windows and bottom-right causal
+  kBoolMask = 1 << 2,
+  kBias = 1 << 3,       // additive mask
+  kBiasGrad = 1 << 4,
+  kGqa = 1 << 5,
+  kLseGrad = 1 << 6,
+  kDeterministic = 1 << 7,
+};
+
+struct Launch {
+  void* stream = nullptr;           // cudaStream_t; null on the CPU
+  const ThreadPool* pool = nullptr; // CPU only
+};
+
+struct KernelEntry {
+  const char* name;      // what the profiler shows, e.g. flashsdpa_fwd_cpu_avx2
+  const char* source;    // the file to read first
+  Pass pass;
+  Device device;
+  Isa isa;
+  uint32_t dtypes;       // bit per DType
+  uint32_t features;     // Feature bits
+  int32_t max_dim;       // of q/k and of v
+  int32_t block_m, block_n;  // tile: queries x keys
+  const char* schedule;  // one phrase for explain
+  // params: ForwardParams (kForward, kDecode), BackwardParams, MaskPlanParams. Returns null, or an error text.
+  const char* (*launch)(const void* params, const Launch& launch);
+};
+
+// All entries of this build, and whether this machine can run one.
+const KernelEntry* kernel_table(int* count);
+bool isa_available(Isa isa);          // a CPU set: this processor (and TORCH_FLASHSDPA_CPU_ISA, a cap) allows it
+const char* isa_name(Isa isa);
+// The best entry of `pass` on `device` for `dtype` that this machine can run; null if none. For CUDA the caller gives
+// the compute capability (90); CPU ignores it.
+const KernelEntry* find_kernel(Pass pass, Device device, DType dtype, int compute_capability);
+const char* library_version();
+const char* library_build();           // compilers, CUDA version or "none", one line
+
+}  // namespace flashsdpa

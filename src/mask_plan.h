@@ -1,0 +1,46 @@
+// The mask plan: what a dense mask rules out, in granules of 64 queries x 64 keys, for the forward (rows of granules)
+// and the backward (columns). One format for every kernel, CPU and CUDA, forward and backward.
+//
+// int32 words of one (mask batch, mask head), with rows = ceil(mask.size[2] / 64), cols = ceil(mask.size[3] / 64):
+//   [0]                          version
+//   [1], [2], [3]                counts of empty, full and mixed granules
+//   4 + r * (1 + cols) ...       row r: its count of non-empty granules, then that many entries, keys ascending
+//   4 + rows * (1 + cols)
+//     + c * (1 + rows) ...       column c: the same over query granules (the transposed list)
+// An entry is granule_index << 2 | class. Words past a list's count are zero. A mask axis of size 1 broadcasts: it has
+// one granule, which speaks for every granule of that axis.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FLASHSDPA_HOST_DEVICE __host__ __device__
+#else
+#define FLASHSDPA_HOST_DEVICE
+#endif
+
+namespace flashsdpa {
+
+constexpr int64_t kGranule = 64;
+constexpr int32_t kPlanVersion = 1;
+constexpr int64_t kPlanHeader = 4;
+
+enum GranuleClass : int32_t {
+  kEmpty = 0,  // every score removed (False, -inf)
+  kFull = 1,   // nothing to do (True, +0 or -0)
+  kMixed = 2,  // the mask is read
+};
+
+FLASHSDPA_HOST_DEVICE inline int64_t plan_granules(int64_t size) { return (size + kGranule - 1) / kGranule; }
+FLASHSDPA_HOST_DEVICE inline int64_t plan_row_offset(int64_t row, int64_t cols) {
+  return kPlanHeader + row * (1 + cols);
+}
+FLASHSDPA_HOST_DEVICE inline int64_t plan_col_offset(int64_t col, int64_t rows, int64_t cols) {
+  return kPlanHeader + rows * (1 + cols) + col * (1 + rows);
+}
+FLASHSDPA_HOST_DEVICE inline int64_t plan_words(int64_t mask_seq_q, int64_t mask_seq_k) {
+  const int64_t rows = plan_granules(mask_seq_q), cols = plan_granules(mask_seq_k);
+  return plan_col_offset(cols, rows, cols);
+}
+
+}  // namespace flashsdpa
