@@ -60,7 +60,14 @@ inline void transpose_rows(BFloat16* dst, int64_t ld, const BFloat16* src, int64
       typedef uint16_t Halves __attribute__((vector_size(16)));
       Halves block[8];
       for (int i = 0; i < 8; ++i) std::memcpy(&block[i], src + (r + i) * stride + c, 16);
-      transpose8(block);
+      for (int round = 0; round < 3; ++round) {  // three perfect shuffles of the rows: one unpack instruction each
+        Halves next[8];
+        for (int i = 0; i < 4; ++i) {
+          next[2 * i] = __builtin_shufflevector(block[i], block[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+          next[2 * i + 1] = __builtin_shufflevector(block[i], block[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+        }
+        std::memcpy(block, next, sizeof block);
+      }
       for (int i = 0; i < 8; ++i) std::memcpy(dst + (c + i) * ld + r, &block[i], 16);
     }
 }

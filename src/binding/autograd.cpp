@@ -1,0 +1,147 @@
+// Derivatives of flashsdpa::forward, and what autocast does to its inputs.
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "call.h"
+#include "checks.h"
+
+// Declared here because ATen/autocast_mode.h includes all of ATen, which would double this file's compile time.
+namespace at::autocast {
+TORCH_API Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, DeviceType device_type);
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}  // namespace at::autocast
+
+namespace flashsdpa {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void refuse_tangents(std::initializer_list<const Tensor*> inputs) {
+  for (const Tensor* t : inputs)
+    TORCH_CHECK(!t->defined() || !t->_fw_grad(0).defined(),
+                "flashsdpa::forward: an input carries a forward-mode tangent; flashsdpa has reverse mode only");
+}
+
+// Options that are rarely set are stored only when set: a small call's host time is mostly bookkeeping.
+enum Flag : int64_t { kIsCausal = 1, kBottomRight = 2, kIsDeterministic = 4, kIsBatchInvariant = 8 };
+
+struct Attention : torch::autograd::Function<Attention> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptTensor& attn_mask, const OptTensor& sinks, const Call& call) {
+    ForwardResult result;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      result = call_forward(call);
+    }
+    auto& [out, lse] = result;
+    const Options& o = call.options;
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({query, key, value, out, lse, tensor_or_undefined(attn_mask),
+                            tensor_or_undefined(o.mask_plan), tensor_or_undefined(o.rng_state),
+                            tensor_or_undefined(o.alibi_slopes), tensor_or_undefined(sinks)});
+    auto& saved = ctx->saved_data;
+    saved["flags"] = (o.is_causal ? kIsCausal : 0) | (o.bottom_right ? kBottomRight : 0) |
+                     (o.deterministic ? kIsDeterministic : 0) | (o.batch_invariant ? kIsBatchInvariant : 0);
+    if (o.scale) saved["scale"] = *o.scale;
+    if (o.dropout_p != 0.0) saved["dropout_p"] = o.dropout_p;
+    if (o.softcap != 0.0) saved["softcap"] = o.softcap;
+    if (o.window_left.is_symbolic() || o.window_left != -1) saved["window_left"] = o.window_left;
+    if (o.window_right.is_symbolic() || o.window_right != -1) saved["window_right"] = o.window_right;
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
+    const auto saved = ctx->get_saved_variables();
+    const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); };
+    const OptTensor attn_mask = optional(saved[5]), mask_plan = optional(saved[6]), rng_state = optional(saved[7]),
+                    alibi_slopes = optional(saved[8]), sinks = optional(saved[9]);
+    const auto& data = ctx->saved_data;
+    const auto number = [&](const char* name) {
+      const auto it = data.find(name);
+      return it == data.end() ? 0.0 : it->second.toDouble();
+    };
+    const auto window = [&](const char* name) {
+      const auto it = data.find(name);
+      return it == data.end() ? c10::SymInt(-1) : it->second.toSymInt();
+    };
+    const int64_t flags = data.at("flags").toInt();
+    const Options options{attn_mask,
+                          mask_plan,
+                          rng_state,
+                          number("dropout_p"),
+                          (flags & kIsCausal) != 0,
+                          (flags & kBottomRight) != 0,
+                          data.count("scale") ? std::optional<double>(number("scale")) : std::nullopt,
+                          window("window_left"),
+                          window("window_right"),
+                          number("softcap"),
+                          alibi_slopes,
+                          sinks,
+                          (flags & kIsDeterministic) != 0,
+                          (flags & kIsBatchInvariant) != 0};
+
+    // needs_input_grad counts the tensor arguments of forward that were given: query, key, value, attn_mask, sinks.
+    const bool mask_grad = attn_mask && ctx->needs_input_grad(3);
+    const bool sinks_grad = sinks && ctx->needs_input_grad(attn_mask ? 4 : 3);
+    const std::array<bool, 5> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
+                                     mask_grad, sinks_grad};
+    const Call call{saved[0], saved[1], saved[2], options};
+    const auto run = [&] { return call_backward(optional(grads[0]), optional(grads[1]), call, saved[3], saved[4], wanted); };
+    BackwardResult result;
+    if (at::GradMode::is_enabled()) {  // create_graph=True: let the op's own autograd kernel refuse differentiation
+      result = run();
+    } else {
+      at::AutoDispatchBelowADInplaceOrView below;
+      result = run();
+    }
+    const auto& [dq, dk, dv, dmask, dsinks] = result;
+    const auto pick = [](bool wanted, const Tensor& grad) { return wanted ? grad : Tensor(); };
+    return {pick(wanted[0], dq), pick(wanted[1], dk), pick(wanted[2], dv), pick(mask_grad, dmask),
+            pick(sinks_grad, dsinks), Tensor()};
+  }
+};
+
+// As torch casts the arguments of scaled_dot_product_attention: floating-point tensors, masks too, to the lower type.
+ForwardResult forward_autocast(const Call& call, c10::DispatchKey autocast_key, c10::DeviceType device) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key);
+  const auto type = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(type, t, device); };
+  const Options& o = call.options;
+  const OptTensor mask = given(o.attn_mask) ? OptTensor(cast(*o.attn_mask)) : OptTensor();
+  const Options options{mask,          o.mask_plan,   o.rng_state,    o.dropout_p, o.is_causal,
+                        o.bottom_right, o.scale,      o.window_left,  o.window_right, o.softcap,
+                        o.alibi_slopes, o.sinks,      o.deterministic, o.batch_invariant};
+  return call_forward({cast(call.query), cast(call.key), cast(call.value), options});
+}
+
+}  // namespace
+
+ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  const Call call{query, key, value, options};
+  refuse_tangents({&query, &key, &value, &tensor_or_undefined(attn_mask)});
+  if (needs_grad(call) || (at::GradMode::is_enabled() && given(sinks) && sinks->requires_grad())) {
+    require("flashsdpa::forward", call);
+    auto outputs = Attention::apply(query, key, value, attn_mask, sinks, call);
+    return {std::move(outputs[0]), std::move(outputs[1])};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_forward(call);
+}
+
+ForwardResult forward_autocast_cpu(FLASHSDPA_FORWARD_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  return forward_autocast({query, key, value, options}, c10::DispatchKey::AutocastCPU, at::kCPU);
+}
+
+ForwardResult forward_autocast_cuda(FLASHSDPA_FORWARD_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  return forward_autocast({query, key, value, options}, c10::DispatchKey::AutocastCUDA, at::kCUDA);
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,278 @@
+#include "checks.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "layout.h"
+
+namespace flashsdpa {
+
+namespace {
+
+// The Hopper kernels are the only CUDA family in the table.
+constexpr int kComputeCapability = 90;
+
+// At most this many query rows per key head count as decoding: the keys are then split among the workers.
+constexpr int64_t kDecodeRows = 16;
+
+std::optional<Device> to_device(const at::Device& device) {
+  if (device.is_cpu()) return Device::kCpu;
+  if (device.is_cuda()) return Device::kCuda;
+  return std::nullopt;
+}
+
+constexpr c10::DispatchKeySet kFunctorchKeys({c10::DispatchKey::FuncTorchGradWrapper,
+                                              c10::DispatchKey::FuncTorchBatched});
+
+bool check_kind(const char* name, const Tensor& t, Reasons& reasons) {
+  if (!t.defined()) return reasons.add(name, " is undefined; give a tensor");
+  if (t.is_nested() || t.layout() != at::kStrided) {
+    if (reasons.add(name, " is nested or has layout ", t.layout(), "; flashsdpa kernels take dense strided tensors"))
+      return true;
+  }
+  if (t.key_set().has_any(kFunctorchKeys) &&
+      reasons.add(name, " is wrapped by a torch.func transform; flashsdpa has no rule for it"))
+    return true;
+  if (t._fw_grad(0).defined() &&
+      reasons.add(name, " carries a forward-mode tangent; flashsdpa has reverse mode only"))
+    return true;
+  return false;
+}
+
+// The dtypes that some forward kernel of this machine takes on `device`.
+std::string supported_dtypes(Device device) {
+  std::vector<std::string> names;
+  for (at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
+    if (find_kernel(Pass::kForward, device, *to_dtype(type), kComputeCapability)) names.push_back(dtype_name(type));
+  return names.empty() ? "none in this build" : join(names, ", ");
+}
+
+bool readable_shape(const Tensor& t) { return t.defined() && !t.is_nested() && t.layout() == at::kStrided; }
+
+// Options no kernel of this build serves.
+bool check_options(const Options& o, Reasons& reasons) {
+  if (o.dropout_p != 0.0 &&
+      reasons.add("dropout_p is ", o.dropout_p, "; flashsdpa kernels take 0.0"))
+    return true;
+  if (o.softcap != 0.0 && reasons.add("softcap is ", o.softcap, "; flashsdpa kernels take 0.0")) return true;
+  if (given(o.alibi_slopes) && reasons.add("alibi_slopes is given; flashsdpa kernels take none")) return true;
+  if (given(o.sinks) && reasons.add("sinks is given; flashsdpa kernels take none")) return true;
+  return o.batch_invariant && reasons.add("batch_invariant is True; flashsdpa kernels take False");
+}
+
+bool check_mask_kind(const Tensor& mask, const Tensor& query, Reasons& reasons) {
+  if (check_kind("attn_mask", mask, reasons)) return true;
+  if (!mask.defined()) return false;
+  if (mask.device() != query.device() &&
+      reasons.add("attn_mask is on ", mask.device(), ", query on ", query.device(), "; give them on one device"))
+    return true;
+  const auto dtype = mask.scalar_type();
+  return dtype != at::kBool && dtype != at::kFloat && dtype != query.scalar_type() &&
+         reasons.add("attn_mask has dtype ", dtype_name(dtype), "; supported: bool, float32, or the query's ",
+                     dtype_name(query.scalar_type()));
+}
+
+c10::SymInt const& size(const Tensor& t, int axis) { return t.sym_sizes()[axis]; }
+
+}  // namespace
+
+std::string join(const std::vector<std::string>& parts, const char* separator) {
+  std::string text;
+  for (const auto& part : parts) {
+    if (!text.empty()) text += separator;
+    text += part;
+  }
+  return text;
+}
+
+std::optional<DType> to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    case at::kDouble: return DType::kFloat64;
+    case at::kBool: return DType::kBool;
+    default: return std::nullopt;
+  }
+}
+
+const char* dtype_name(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return "float32";
+    case at::kBFloat16: return "bfloat16";
+    case at::kHalf: return "float16";
+    case at::kDouble: return "float64";
+    case at::kBool: return "bool";
+    case at::kByte: return "uint8";
+    case at::kChar: return "int8";
+    case at::kShort: return "int16";
+    case at::kInt: return "int32";
+    case at::kLong: return "int64";
+    default: return c10::toString(type);
+  }
+}
+
+std::string shape_text(c10::SymIntArrayRef sizes) { return c10::str("(", c10::Join(", ", sizes), ")"); }
+
+bool needs_mask_grad(const Call& call) {
+  return at::GradMode::is_enabled() && given(call.options.attn_mask) && call.options.attn_mask->requires_grad();
+}
+
+bool needs_grad(const Call& call) {
+  if (!at::GradMode::is_enabled()) return false;
+  return call.query.requires_grad() || call.key.requires_grad() || call.value.requires_grad() ||
+         needs_mask_grad(call);
+}
+
+const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarType dtype) {
+  const auto where = to_device(device);
+  const auto type = to_dtype(dtype);
+  if (!where || !type) return nullptr;
+  return find_kernel(pass, *where, *type, *where == Device::kCuda ? kComputeCapability : 0);
+}
+
+bool check_kinds(const Call& call, Reasons& reasons) {
+  const Tensor &q = call.query, &k = call.key, &v = call.value;
+  const OptTensor& mask = call.options.attn_mask;
+  if (q.defined() && given(mask) && check_mask_kind(*mask, q, reasons)) return false;
+  if (check_options(call.options, reasons)) return false;
+  if (check_kind("query", q, reasons) || check_kind("key", k, reasons) || check_kind("value", v, reasons)) return false;
+  if (!q.defined() || !k.defined() || !v.defined()) return false;
+  const bool readable =
+      readable_shape(q) && readable_shape(k) && readable_shape(v) && (!given(mask) || readable_shape(*mask));
+
+  const auto dtype = q.scalar_type();
+  if ((k.scalar_type() != dtype || v.scalar_type() != dtype) &&
+      reasons.add("query, key, value have dtypes ", dtype_name(dtype), ", ", dtype_name(k.scalar_type()), ", ",
+                  dtype_name(v.scalar_type()), "; give one dtype"))
+    return false;
+  const auto device = call.device;
+  if ((k.device() != q.device() || v.device() != q.device()) &&
+      reasons.add("query, key, value are on ", q.device(), ", ", k.device(), ", ", v.device(),
+                  "; give them on one device"))
+    return false;
+  const auto where = to_device(device);
+  if (!where) {
+    // A Meta kernel stands for every device; it has no entry to ask.
+    if (!device.is_meta()) reasons.add("device is ", device, "; supported: cpu, cuda");
+    return readable;
+  }
+  if (table_entry(Pass::kForward, device, dtype) == nullptr)
+    reasons.add("dtype is ", dtype_name(dtype), "; supported on ", device.type(), ": ",
+                reasons.collecting() ? supported_dtypes(*where) : std::string());
+  else if (needs_grad(call) && table_entry(Pass::kBackward, device, dtype) == nullptr)
+    reasons.add("a gradient is needed; this build has no backward kernel for ", dtype_name(dtype), " on ",
+                device.type());
+  return readable;
+}
+
+void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Reasons& reasons) {
+  const Options& o = call.options;
+  const auto lacks = [&](Feature feature) { return (entry.features & feature) == 0; };
+  const auto dtype = to_dtype(call.query.scalar_type());
+  if (dtype && !(entry.dtypes & (1u << static_cast<int>(*dtype))) &&
+      reasons.add("dtype is ", dtype_name(call.query.scalar_type()), "; ", entry.name, " does not take it"))
+    return;
+  const c10::SymInt& dim = size(call.query, 3);
+  const c10::SymInt& dim_v = size(call.value, 3);
+  if (!TORCH_GUARD_OR_FALSE(dim.sym_le(entry.max_dim)) &&
+      reasons.add("head_dim is ", dim, "; supported: 0 to ", entry.max_dim))
+    return;
+  if (!TORCH_GUARD_OR_FALSE(dim_v.sym_le(entry.max_dim)) &&
+      reasons.add("head_dim of value is ", dim_v, "; supported: 0 to ", entry.max_dim))
+    return;
+  if (lacks(kCausal) && o.is_causal && reasons.add("is_causal is True; ", entry.name, " takes False")) return;
+  if (lacks(kBand)) {
+    const bool window = !equals(o.window_left, -1) || !equals(o.window_right, -1);
+    if ((window || o.bottom_right) &&
+        reasons.add("window or bottom_right is given; ", entry.name, " takes neither"))
+      return;
+  }
+  if (given(o.attn_mask)) {
+    const bool boolean = o.attn_mask->scalar_type() == at::kBool;
+    if (boolean && lacks(kBoolMask) && reasons.add("attn_mask is bool; ", entry.name, " takes none")) return;
+    if (!boolean && lacks(kBias) && reasons.add("attn_mask is additive; ", entry.name, " takes none")) return;
+    if (mask_grad && lacks(kBiasGrad) &&
+        reasons.add("attn_mask requires a gradient; ", entry.name, " computes none"))
+      return;
+  }
+  if (lacks(kGqa) && !equals(size(call.query, 1), size(call.key, 1)))
+    reasons.add("query has ", size(call.query, 1), " heads, key ", size(call.key, 1), "; ", entry.name,
+                " takes equal counts");
+}
+
+void check_shapes(const Call& call, Reasons& reasons) {
+  const Tensor &q = call.query, &k = call.key, &v = call.value;
+  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) {
+    reasons.add("query, key, value have ", q.dim(), ", ", k.dim(), ", ", v.dim(),
+                " dimensions; give 4: (batch, heads, length, head_dim)");
+    return;
+  }
+  const auto shapes = [&] {
+    return reasons.collecting() ? c10::str("query ", shape_text(q.sym_sizes()), ", key ", shape_text(k.sym_sizes()),
+                                           ", value ", shape_text(v.sym_sizes()))
+                                : std::string();
+  };
+  if (!(equals(size(q, 0), size(k, 0)) && equals(size(q, 0), size(v, 0))) &&
+      reasons.add(shapes(), ": batch sizes differ; give equal ones"))
+    return;
+  if (!equals(size(k, 1), size(v, 1)) && reasons.add(shapes(), ": key and value heads differ; give equal counts"))
+    return;
+  const c10::SymInt &hq = size(q, 1), &hkv = size(k, 1);
+  const bool grouped = equals(hq, hkv) || (at_least(hkv, 1) && equals(hq % hkv, 0));
+  if (!grouped && reasons.add(shapes(), ": query heads must be a multiple of key heads")) return;
+  if (!equals(size(q, 3), size(k, 3)) && reasons.add(shapes(), ": query and key head_dim differ; give equal ones"))
+    return;
+  if (!equals(size(k, 2), size(v, 2)) && reasons.add(shapes(), ": key and value lengths differ; give equal ones"))
+    return;
+
+  if (given(call.options.attn_mask)) {
+    const Tensor& mask = *call.options.attn_mask;
+    const std::array<const c10::SymInt*, 4> full{&size(q, 0), &size(q, 1), &size(q, 2), &size(k, 2)};
+    bool fits = mask.dim() == 4;
+    for (int axis = 0; fits && axis < 4; ++axis)
+      fits = equals(size(mask, axis), *full[axis]) || equals(size(mask, axis), 1);
+    if (!fits && reasons.add("attn_mask ", reasons.collecting() ? shape_text(mask.sym_sizes()) : std::string(),
+                             " does not broadcast to (", *full[0], ", ", *full[1], ", ", *full[2], ", ", *full[3],
+                             ") without expanding the scores"))
+      return;
+  }
+
+  if (const auto* entry = table_entry(Pass::kForward, call.device, q.scalar_type())) {
+    check_entry(*entry, call, /*mask_grad=*/false, reasons);
+    if (!reasons.ok() && !reasons.collecting()) return;
+  }
+  if (!needs_grad(call)) return;
+  if (const auto* entry = backward_entry(call)) check_entry(*entry, call, needs_mask_grad(call), reasons);
+}
+
+const KernelEntry* forward_entry(const Call& call) {
+  const auto device = call.device;
+  const auto dtype = call.query.scalar_type();
+  const auto hq = size(call.query, 1).maybe_as_int(), hkv = size(call.key, 1).maybe_as_int(),
+             sq = size(call.query, 2).maybe_as_int();
+  if (hq && hkv && sq && *hkv > 0 && *hq / *hkv * *sq <= kDecodeRows) {
+    if (const auto* decode = table_entry(Pass::kDecode, device, dtype)) {
+      Reasons reasons;
+      check_entry(*decode, call, /*mask_grad=*/false, reasons);
+      if (reasons.ok()) return decode;
+    }
+  }
+  return table_entry(Pass::kForward, device, dtype);
+}
+
+const KernelEntry* backward_entry(const Call& call) {
+  return table_entry(Pass::kBackward, call.device, call.query.scalar_type());
+}
+
+void require(const char* op, const Call& call) {
+  Reasons quick;
+  check_kinds(call, quick);
+  if (quick.ok()) check_shapes(call, quick);
+  if (quick.ok()) [[likely]] return;
+  std::vector<std::string> list;
+  Reasons reasons(&list);
+  if (check_kinds(call, reasons)) check_shapes(call, reasons);
+  TORCH_CHECK(false, op, ": ", join(list, "; "));
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,63 @@
+// What the kernels do not take, and why. One set of checks serves the router, the ops' errors, strict mode, the log
+// and explain.
+#pragma once
+
+#include <c10/util/StringUtil.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "kernel_table.h"
+
+namespace flashsdpa {
+
+// Collects refusals. Without a list it only remembers that there was one, and asks the checks to stop there.
+class Reasons {
+ public:
+  explicit Reasons(std::vector<std::string>* list = nullptr) : list_(list) {}
+
+  // True when the caller may stop checking.
+  template <class... Parts>
+  bool add(const Parts&... parts) {
+    ok_ = false;
+    if (list_ == nullptr) return true;
+    list_->push_back(c10::str(parts...));
+    return false;
+  }
+  bool ok() const { return ok_; }
+  bool collecting() const { return list_ != nullptr; }
+
+ private:
+  bool ok_ = true;
+  std::vector<std::string>* list_;
+};
+
+std::string join(const std::vector<std::string>& parts, const char* separator);
+
+std::optional<DType> to_dtype(at::ScalarType type);
+const char* dtype_name(at::ScalarType type);  // "float32"
+std::string shape_text(c10::SymIntArrayRef sizes);
+
+// Whether a gradient is asked of the call: of any input, of attn_mask.
+bool needs_grad(const Call& call);
+bool needs_mask_grad(const Call& call);
+
+// Everything that can be told without looking at a shape: options, tensor kinds, devices, dtypes, the kernel table.
+// Returns whether the shapes can be looked at.
+bool check_kinds(const Call& call, Reasons& reasons);
+// Ranks, sizes and what the kernel entries make of them. 4-D tensors; guards as little as it can on symbolic sizes.
+void check_shapes(const Call& call, Reasons& reasons);
+// Why `entry` cannot run the call; `mask_grad` for a backward entry that has to return the mask's gradient.
+void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Reasons& reasons);
+
+// The entries a call uses. The forward is a decode kernel where few query rows share a key head.
+const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarType dtype);
+const KernelEntry* forward_entry(const Call& call);
+const KernelEntry* backward_entry(const Call& call);
+
+// Raises one error that lists every reason.
+void require(const char* op, const Call& call);
+
+}  // namespace flashsdpa

@@ -1,0 +1,262 @@
+#include "execute.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cmath>
+#include <limits>
+
+#include "checks.h"
+#include "layout.h"
+#include "mask_plan.h"
+#include "report.h"
+
+namespace flashsdpa {
+
+namespace {
+
+// Kernels share torch's own intra-op pool, so torch.set_num_threads is obeyed.
+void run_on_torch_pool(int workers, void (*task)(void*, int), void* context) {
+  at::parallel_for(0, workers, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) task(context, static_cast<int>(worker));
+  });
+}
+
+// Launches `entry` on the current stream of the device, or on torch's thread pool, in a span with the entry's name.
+void launch(const KernelEntry& entry, const at::Device& device, const void* params) {
+  at::RecordFunction span(at::RecordScope::FUNCTION);
+  if (span.isActive()) [[unlikely]] span.before(entry.name);
+  ThreadPool pool;
+  Launch where;
+  if (device.is_cpu()) {
+    pool.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+    pool.run = &run_on_torch_pool;
+    where.pool = &pool;
+  } else {
+    where.stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+  }
+  const char* error = entry.launch(params, where);
+  TORCH_CHECK(error == nullptr, entry.name, ": ", error);
+}
+
+Tensor empty_dense(const std::array<int64_t, 4>& sizes, const Tensor& like, at::ScalarType dtype) {
+  const auto strides = dense_strides<int64_t>(sizes, like.strides());
+  if (like.is_cpu()) return Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
+  return at::empty_strided(sizes, strides, like.options().dtype(dtype));
+}
+
+std::array<int64_t, 4> sizes_of(const Tensor& t) { return {t.size(0), t.size(1), t.size(2), t.size(3)}; }
+
+// The kernels read rows with unit stride; anything else is copied, in its own axis order.
+Tensor readable(const Tensor& t) {
+  if (!needs_copy(t)) return t;
+  Tensor copy = empty_dense(sizes_of(t), t, t.scalar_type());
+  copy.copy_(t);
+  return copy;
+}
+
+// head_dim 0 is computed as head_dim 1 filled with zeros: all scores are 0, the output is the mean of the values.
+Tensor padded(const Tensor& t) {
+  if (t.size(3) != 0) return readable(t);
+  return at::zeros({1, 1, 1, 1}, t.options()).expand({t.size(0), t.size(1), t.size(2), 1});
+}
+
+template <class ViewType>
+ViewType view(const Tensor& t) {
+  ViewType v;
+  v.data = const_cast<void*>(t.const_data_ptr());
+  for (int axis = 0; axis < 4; ++axis) v.stride[axis] = t.stride(axis);
+  if (t.size(3) == 1) v.stride[3] = 1;  // the stride of a single column says nothing
+  return v;
+}
+
+Band band(const Options& o, int64_t seq_q, int64_t seq_k) {
+  const int64_t offset = o.bottom_right ? seq_k - seq_q : 0;
+  const int64_t left = o.window_left.guard_int(__FILE__, __LINE__);
+  const int64_t right = o.window_right.guard_int(__FILE__, __LINE__);
+  Band b;
+  // A window wider than the scores is open; the test also keeps the sums below from overflowing.
+  if (left >= 0 && left < seq_q + seq_k) b.lo = offset - left;
+  if (right >= 0 && right < seq_q + seq_k) b.hi = offset + right;
+  if (o.is_causal) b.hi = std::min(b.hi, offset);
+  return b;
+}
+
+MaskView mask_view(const Tensor& mask) {
+  MaskView m;
+  m.data = mask.const_data_ptr();
+  m.dtype = *to_dtype(mask.scalar_type());
+  for (int axis = 0; axis < 4; ++axis) {
+    m.size[axis] = mask.size(axis);
+    m.stride[axis] = mask.size(axis) == 1 ? 0 : mask.stride(axis);
+  }
+  return m;
+}
+
+PlanView plan_view(const Tensor& plan, const Tensor& mask) {
+  const auto shape = plan_shape<int64_t>(mask.sizes());
+  TORCH_CHECK(plan.scalar_type() == at::kInt && plan.is_contiguous() && plan.sizes() == at::IntArrayRef(shape) &&
+                  plan.device() == mask.device(),
+              "mask_plan is ", plan.scalar_type(), " ", plan.sizes(), " on ", plan.device(),
+              "; give flashsdpa::mask_plan(attn_mask) of this mask: contiguous int32 ", at::IntArrayRef(shape), " on ",
+              mask.device());
+  PlanView p;
+  p.data = plan.const_data_ptr<int32_t>();
+  if (plan.size(0) > 1) p.stride_batch = plan.stride(0);
+  if (plan.size(1) > 1) p.stride_head = plan.stride(1);
+  return p;
+}
+
+Problem problem(const Call& call) {
+  const Options& o = call.options;
+  Problem p;
+  p.batch = call.query.size(0);
+  p.heads_q = call.query.size(1);
+  p.heads_kv = call.key.size(1);
+  p.seq_q = call.query.size(2);
+  p.seq_k = call.key.size(2);
+  p.dim = one_or_more(call.query.size(3));
+  p.dim_v = one_or_more(call.value.size(3));
+  p.dtype = *to_dtype(call.query.scalar_type());
+  p.scale = o.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.dim)));
+  p.band = band(o, p.seq_q, p.seq_k);
+  if (given(o.attn_mask)) {
+    p.mask = mask_view(*o.attn_mask);
+    if (given(o.mask_plan)) p.plan = plan_view(*o.mask_plan, *o.attn_mask);
+  }
+  return p;
+}
+
+void check_size(const char* name, const Tensor& t, at::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype) {
+  TORCH_CHECK(t.sizes() == sizes && t.scalar_type() == dtype && t.device() == like.device(), "flashsdpa::backward: ",
+              name, " is ", t.scalar_type(), " ", t.sizes(), " on ", t.device(), "; give ", dtype, " ", sizes, " on ",
+              like.device());
+}
+
+}  // namespace
+
+bool needs_copy(const Tensor& t) { return t.size(3) > 1 && t.stride(3) != 1; }
+
+ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  const Call call{query, key, value, options};
+  require("flashsdpa::forward", call);
+  const c10::OptionalDeviceGuard guard(query.device());
+  routed_calls.fetch_add(1, std::memory_order_relaxed);
+
+  ForwardParams params;
+  params.problem = problem(call);
+  const Problem& p = params.problem;
+  const auto dtype = query.scalar_type();
+  const int64_t dim_v = value.size(3);
+  Tensor out = empty_dense({p.batch, p.heads_q, p.seq_q, dim_v}, query, dtype);
+  Tensor lse = query.is_cpu() ? Tensor(at::detail::empty_cpu({p.batch, p.heads_q, p.seq_q}, accumulation_type(dtype)))
+                              : at::empty({p.batch, p.heads_q, p.seq_q}, query.options().dtype(accumulation_type(dtype)));
+  const KernelEntry* entry = forward_entry(call);
+  if (observing()) [[unlikely]] observe_launch("flashsdpa::forward", *entry, call);
+  if (lse.numel() == 0) return {out, lse};
+  if (p.seq_k == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+    return {out, lse};
+  }
+  const Tensor q = padded(query), k = padded(key), v = padded(value);
+  const Tensor target = dim_v == 0 ? at::empty({p.batch, p.heads_q, p.seq_q, 1}, query.options()) : out;
+  params.q = view<ConstView>(q);
+  params.k = view<ConstView>(k);
+  params.v = view<ConstView>(v);
+  params.out = view<View>(target);
+  params.lse = lse.mutable_data_ptr();
+  launch(*entry, query.device(), &params);
+  return {out, lse};
+}
+
+BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  const Call call{query, key, value, options};
+  require("flashsdpa::backward", call);
+  const c10::OptionalDeviceGuard guard(query.device());
+
+  BackwardParams params;
+  params.problem = problem(call);
+  const Problem& p = params.problem;
+  const auto dtype = query.scalar_type(), accumulation = accumulation_type(dtype);
+  const int64_t dim_v = value.size(3);
+  check_size("out", out, {p.batch, p.heads_q, p.seq_q, dim_v}, query, dtype);
+  check_size("lse", lse, {p.batch, p.heads_q, p.seq_q}, query, accumulation);
+  if (given(grad_out)) check_size("grad_out", *grad_out, {p.batch, p.heads_q, p.seq_q, dim_v}, query, dtype);
+  if (given(grad_lse)) check_size("grad_lse", *grad_lse, {p.batch, p.heads_q, p.seq_q}, query, accumulation);
+
+  const bool want_inputs = output_mask[0] || output_mask[1] || output_mask[2];
+  const bool want_mask = output_mask[3] && given(attn_mask);
+  const bool nothing_flows = lse.numel() == 0 || p.seq_k == 0 || (!given(grad_out) && !given(grad_lse));
+  const auto gradient = [&](const Tensor& like) {
+    auto sizes = sizes_of(like);
+    sizes[3] = one_or_more(sizes[3]);
+    return empty_dense(sizes, like, dtype);
+  };
+  Tensor dq, dk, dv, dmask;
+  if (want_inputs) dq = gradient(query), dk = gradient(key), dv = gradient(value);
+  if (want_mask) dmask = at::zeros(attn_mask->sizes(), query.options().dtype(accumulation));
+  if (nothing_flows) {
+    if (want_inputs) dq.zero_(), dk.zero_(), dv.zero_();
+  } else if (want_inputs || want_mask) {
+    const auto* entry = backward_entry(call);
+    Reasons reasons;
+    check_entry(*entry, call, want_mask, reasons);
+    TORCH_CHECK(reasons.ok(), entry->name, " does not compute this gradient");
+    if (observing()) [[unlikely]] observe_launch("flashsdpa::backward", *entry, call);
+    const Tensor q = padded(query), k = padded(key), v = padded(value), o = padded(out);
+    // A stride of 0 is read in place, in the last axis too: the gradient of a sum is one number.
+    const bool broadcast = given(grad_out) && dim_v > 0 && grad_out->stride(3) == 0;
+    const Tensor go = broadcast           ? *grad_out
+                      : !given(grad_out) ? at::zeros({1, 1, 1, 1}, query.options()).expand(o.sizes())
+                                         : padded(*grad_out);
+    const Tensor gl = given(grad_lse) ? grad_lse->contiguous() : Tensor();
+    const Tensor l = lse.contiguous();
+    params.grad_out = view<ConstView>(go);
+    params.grad_lse = gl.defined() ? gl.const_data_ptr() : nullptr;
+    params.q = view<ConstView>(q);
+    params.k = view<ConstView>(k);
+    params.v = view<ConstView>(v);
+    params.out = view<ConstView>(o);
+    params.lse = l.const_data_ptr();
+    if (want_inputs) params.dq = view<View>(dq), params.dk = view<View>(dk), params.dv = view<View>(dv);
+    params.dmask = want_mask ? dmask.mutable_data_ptr() : nullptr;
+    launch(*entry, query.device(), &params);
+  }
+
+  const auto not_wanted = [&] { return at::empty({0}, query.options()); };
+  const auto finish = [&](bool wanted, Tensor& grad, const Tensor& like) {
+    if (!wanted) return not_wanted();
+    // A padded head_dim 0: the real gradient has no elements.
+    return like.size(3) == 0 ? empty_dense(sizes_of(like), like, dtype) : std::move(grad);
+  };
+  return {finish(output_mask[0], dq, query), finish(output_mask[1], dk, key), finish(output_mask[2], dv, value),
+          want_mask ? dmask.to(attn_mask->scalar_type()) : not_wanted(), not_wanted()};
+}
+
+Tensor mask_plan_on_device(const Tensor& attn_mask) {
+  TORCH_CHECK(attn_mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", attn_mask.dim(),
+              " dimensions; give 4: (batch|1, heads|1, query length|1, key length|1)");
+  const auto* entry = table_entry(Pass::kMaskPlan, attn_mask.device(), attn_mask.scalar_type());
+  TORCH_CHECK(entry != nullptr, "flashsdpa::mask_plan: attn_mask is ", dtype_name(attn_mask.scalar_type()), " on ",
+              attn_mask.device(), "; supported: bool, float32, bfloat16, float16, float64 on a device with a kernel");
+  const c10::OptionalDeviceGuard guard(attn_mask.device());
+  MaskPlanParams params;
+  params.mask = mask_view(attn_mask);
+  Tensor plan = at::zeros(plan_shape<int64_t>(attn_mask.sizes()), attn_mask.options().dtype(at::kInt));
+  if (plan.numel() == 0) return plan;
+  params.plan = plan.mutable_data_ptr<int32_t>();
+  launch(*entry, attn_mask.device(), &params);
+  return plan;
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,18 @@
+// From tensors to a launched kernel: views, bands, stream or thread pool, and the span the profiler shows.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "call.h"
+#include "kernel_table.h"
+
+namespace flashsdpa {
+
+// Executions of flashsdpa::forward since the start (or the last reset), compiled graphs included.
+inline std::atomic<int64_t> routed_calls{0};
+
+// Whether flashsdpa has to read a copy of `t` (its columns are not contiguous in memory).
+bool needs_copy(const Tensor& t);
+
+}  // namespace flashsdpa

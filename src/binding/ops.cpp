@@ -1,0 +1,174 @@
+// All that is registered with torch's dispatcher: schemas, Meta kernels, implementations, the router. The schemas are
+// final: exported programs name every argument.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <mutex>
+
+#include "call.h"
+#include "checks.h"
+#include "layout.h"
+#include "router.h"
+
+namespace flashsdpa {
+
+namespace {
+
+// Strides of inputs matter to the outputs' layout, so compiled graphs must keep them.
+const std::vector<at::Tag> kPure{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+const std::vector<at::Tag> kRandom{at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
+
+#define FLASHSDPA_OPTION_SCHEMA                                                                              \
+  "Tensor? attn_mask=None, Tensor? mask_plan=None, Tensor? rng_state=None, float dropout_p=0.0, "            \
+  "bool is_causal=False, bool bottom_right=False, float? scale=None, SymInt window_left=-1, "                \
+  "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "               \
+  "bool deterministic=False, bool batch_invariant=False"
+
+template <class Fn>
+c10::TypedOperatorHandle<Fn> handle(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Fn>();
+}
+
+std::array<c10::SymInt, 4> sizes_of(const Tensor& t) {
+  const auto s = t.sym_sizes();
+  return {s[0], s[1], s[2], s[3]};
+}
+
+Tensor dense_meta(const std::array<c10::SymInt, 4>& sizes, const Tensor& like) {
+  return at::empty_strided_symint(sizes, dense_strides<c10::SymInt>(sizes, like.sym_strides()), like.options());
+}
+
+ForwardResult forward_meta(FLASHSDPA_FORWARD_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  require("flashsdpa::forward", {query, key, value, options});
+  auto sizes = sizes_of(query);
+  sizes[3] = value.sym_size(3);
+  return {dense_meta(sizes, query), at::empty_symint({sizes[0], sizes[1], sizes[2]},
+                                                     query.options().dtype(accumulation_type(query.scalar_type())))};
+}
+
+BackwardResult backward_meta(FLASHSDPA_BACKWARD_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  require("flashsdpa::backward", {query, key, value, options});
+  const auto grad = [&](bool wanted, const Tensor& like) {
+    return wanted ? dense_meta(sizes_of(like), like) : at::empty({0}, query.options());
+  };
+  return {grad(output_mask[0], query), grad(output_mask[1], key), grad(output_mask[2], value),
+          output_mask[3] && given(attn_mask) ? at::empty_symint(attn_mask->sym_sizes(), attn_mask->options())
+                                             : at::empty({0}, query.options()),
+          at::empty({0}, query.options())};
+}
+
+Tensor mask_plan_meta(const Tensor& attn_mask) {
+  TORCH_CHECK(attn_mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", attn_mask.dim(),
+              " dimensions; give 4: (batch|1, heads|1, query length|1, key length|1)");
+  return at::empty_symint(plan_shape<c10::SymInt>(attn_mask.sym_sizes()), attn_mask.options().dtype(at::kInt));
+}
+
+// (seed, offset) drawn from the device's default generator: torch.manual_seed governs it, a graph replay redraws it.
+Tensor rng_state(std::optional<at::Device> device) {
+  return at::empty({2}, at::TensorOptions().dtype(at::kLong).device(device.value_or(at::kCPU))).random_();
+}
+
+}  // namespace
+
+ForwardResult call_forward(const Call& call) {
+  static const auto op = handle<ForwardResult(FLASHSDPA_FORWARD_PARAMS)>("flashsdpa::forward");
+  const auto& o = call.options;
+  return op.call(call.query, call.key, call.value, o.attn_mask, o.mask_plan, o.rng_state, o.dropout_p, o.is_causal,
+                 o.bottom_right, o.scale, o.window_left, o.window_right, o.softcap, o.alibi_slopes, o.sinks,
+                 o.deterministic, o.batch_invariant);
+}
+
+BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call,
+                             const Tensor& out, const Tensor& lse, std::array<bool, 5> output_mask) {
+  static const auto op = handle<BackwardResult(FLASHSDPA_BACKWARD_PARAMS)>("flashsdpa::backward");
+  const auto& o = call.options;
+  return op.call(grad_out, grad_lse, call.query, call.key, call.value, out, lse, o.attn_mask, o.mask_plan, o.rng_state,
+                 o.dropout_p, o.is_causal, o.bottom_right, o.scale, o.window_left, o.window_right, o.softcap,
+                 o.alibi_slopes, o.sinks, o.deterministic, o.batch_invariant, output_mask);
+}
+
+Tensor call_mask_plan(const Tensor& attn_mask) {
+  static const auto op = handle<Tensor(const Tensor&)>("flashsdpa::mask_plan");
+  return op.call(attn_mask);
+}
+
+TORCH_LIBRARY(flashsdpa, m) {
+  m.def("forward(Tensor query, Tensor key, Tensor value, *, " FLASHSDPA_OPTION_SCHEMA ") -> (Tensor out, Tensor lse)",
+        kPure);
+  m.def("backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+        "*, " FLASHSDPA_OPTION_SCHEMA ", bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
+        kPure);
+  m.def("mask_plan(Tensor attn_mask) -> Tensor", kPure);
+  m.def("rng_state(Device? device=None) -> Tensor", kRandom);
+}
+
+TORCH_LIBRARY_IMPL(flashsdpa, Meta, m) {
+  m.impl("forward", &forward_meta);
+  m.impl("backward", &backward_meta);
+  m.impl("mask_plan", &mask_plan_meta);
+}
+
+TORCH_LIBRARY_IMPL(flashsdpa, CompositeExplicitAutograd, m) { m.impl("rng_state", &rng_state); }
+
+// One implementation for both devices: c10 gives the device guard and the stream, the kernel table the launcher.
+void register_device(torch::Library& m) {
+  m.impl("forward", &forward_on_device);
+  m.impl("backward", &backward_on_device);
+  m.impl("mask_plan", &mask_plan_on_device);
+}
+TORCH_LIBRARY_IMPL(flashsdpa, CPU, m) { register_device(m); }
+TORCH_LIBRARY_IMPL(flashsdpa, CUDA, m) { register_device(m); }
+
+TORCH_LIBRARY_IMPL(flashsdpa, Autograd, m) {
+  m.impl("forward", &forward_autograd);
+  m.impl("backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("mask_plan", torch::CppFunction::makeFallthrough());
+  m.impl("rng_state", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(flashsdpa, AutocastCPU, m) { m.impl("forward", &forward_autocast_cpu); }
+TORCH_LIBRARY_IMPL(flashsdpa, AutocastCUDA, m) { m.impl("forward", &forward_autocast_cuda); }
+
+namespace {
+
+std::mutex router_mutex;
+std::unique_ptr<torch::Library> router_library;  // destroying it gives torch its own kernel back
+
+// torch warns about every override of a built-in kernel; this one is the product.
+struct Silence : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+}  // namespace
+
+void install_router() {
+  std::lock_guard<std::mutex> lock(router_mutex);
+  if (router_library) return;
+  Silence silence;
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten",
+                                                  c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
+  library->impl("scaled_dot_product_attention", &route);
+  router_library = std::move(library);
+}
+
+void remove_router() {
+  std::lock_guard<std::mutex> lock(router_mutex);
+  router_library.reset();
+}
+
+bool router_installed() {
+  std::lock_guard<std::mutex> lock(router_mutex);
+  return router_library != nullptr;
+}
+
+}  // namespace flashsdpa

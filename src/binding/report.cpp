@@ -1,0 +1,81 @@
+#include "report.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+
+#include "execute.h"
+#include "layout.h"
+
+namespace flashsdpa {
+
+const char* pass_name(Pass pass) {
+  switch (pass) {
+    case Pass::kForward: return "forward";
+    case Pass::kBackward: return "backward";
+    case Pass::kDecode: return "decode";
+    case Pass::kMaskPlan: return "mask_plan";
+  }
+  return "";
+}
+
+bool entry_available(const KernelEntry& entry) {
+  return entry.device == flashsdpa::Device::kCuda ? at::globalContext().hasCUDA() : isa_available(entry.isa);
+}
+
+void observe_launch(const char* op, const KernelEntry& entry, const Call& call) {
+  if (const auto notify = observer.load()) notify({"launch", op, entry.name, call, {}, "flashsdpa", "eager"});
+}
+
+std::string mask_text(const OptTensor& mask) {
+  if (!given(mask)) return "";
+  return shape_text(mask->sym_sizes()) + " " + dtype_name(mask->scalar_type());
+}
+
+std::vector<Candidate> candidates(const Call& call, const KernelEntry* chosen) {
+  std::vector<Candidate> list;
+  const bool cuda = call.device.is_cuda();
+  int count = 0;
+  const KernelEntry* table = kernel_table(&count);
+  for (int i = 0; i < count; ++i) {
+    const KernelEntry& entry = table[i];
+    if ((entry.device == flashsdpa::Device::kCuda) != cuda || entry.pass == Pass::kMaskPlan) continue;
+    Candidate candidate{entry.name, pass_name(entry.pass), {}};
+    Reasons reasons(&candidate.reasons);
+    const bool backward = entry.pass == Pass::kBackward;
+    const KernelEntry* winner = backward ? backward_entry(call) : chosen;
+    if (!entry_available(entry)) reasons.add(isa_name(entry.isa), " is not available on this machine");
+    if (call.query.dim() == 4) check_entry(entry, call, backward && needs_mask_grad(call), reasons);
+    if (backward && !needs_grad(call)) reasons.add("no gradient is needed");
+    if (reasons.ok() && chosen == nullptr) reasons.add("the call goes to stock");
+    if (reasons.ok() && winner != &entry) {
+      if (entry.pass == Pass::kDecode) reasons.add("decoding kernels serve few query rows for each key head");
+      reasons.add(winner->name, " comes first");
+    }
+    list.push_back(std::move(candidate));
+  }
+  return list;
+}
+
+void describe(const KernelEntry& entry, const Call& call, Explanation& explanation) {
+  explanation.chosen = entry.name;
+  auto& config = explanation.config;
+  config.emplace_back("pass", pass_name(entry.pass));
+  config.emplace_back("isa", isa_name(entry.isa));
+  config.emplace_back("block_m", std::to_string(entry.block_m));
+  config.emplace_back("block_n", std::to_string(entry.block_n));
+  config.emplace_back("schedule", entry.schedule);
+  if (call.device.is_cpu()) config.emplace_back("threads", std::to_string(at::get_num_threads()));
+  if (needs_grad(call))
+    if (const auto* backward = backward_entry(call)) config.emplace_back("backward", backward->name);
+  if (given(call.options.attn_mask)) {
+    config.emplace_back("mask", mask_text(call.options.attn_mask));
+    const auto shape = plan_shape<c10::SymInt>(call.options.attn_mask->sym_sizes());
+    config.emplace_back("mask_plan", shape_text(shape) + " int32, granules of 64 x 64");
+  }
+  const std::pair<const char*, const Tensor*> inputs[] = {
+      {"query", &call.query}, {"key", &call.key}, {"value", &call.value}};
+  for (const auto& [name, t] : inputs)
+    if (!equals(t->sym_size(3), 1) && !equals(t->sym_stride(3), 1)) explanation.copies.emplace_back(name);
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,137 @@
+#include "router.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+
+#include <atomic>
+
+#include "auto_table.h"
+#include "checks.h"
+#include "layout.h"
+#include "normalise.h"
+
+namespace flashsdpa {
+
+namespace {
+
+std::atomic<Hook> hook{nullptr};
+
+bool python_dispatch(const Tensor& t) { return t.defined() && t.unsafeGetTensorImpl()->is_python_dispatch(); }
+
+Tensor stock(const Request& r) {
+  return at::native::scaled_dot_product_attention(r.query, r.key, r.value, r.attn_mask, r.dropout_p, r.is_causal,
+                                                  r.scale, r.enable_gqa);
+}
+
+Options options_of(const Request& r) {
+  return {.attn_mask = r.attn_mask, .dropout_p = r.dropout_p, .is_causal = r.is_causal, .scale = r.scale};
+}
+
+// The one decision. Refusals go to `reasons`; without any, `n` holds the call for the op. What needs no shape comes
+// first, so that a trace gets no guard where the answer cannot depend on it.
+void decide(const Request& r, const at::Device& device, const Selection& selection, Normalised& n, Reasons& reasons) {
+  const Options raw_options = options_of(r);
+  const bool readable = check_kinds({r.query, r.key, r.value, raw_options, device}, reasons);
+  if (!reasons.ok() && !reasons.collecting()) return;
+  if (device.is_meta() && reasons.add("device is meta; supported: cpu, cuda")) return;
+  if (selection.backend == Backend::kStock && reasons.add("the selection is stock")) return;
+  if (torch_leaves_to_stock(selection) && reasons.add(reasons.collecting() ? torch_backends_text() : std::string()))
+    return;
+  if (!readable || !normalise(r.query, r.key, r.value, r.attn_mask, r.enable_gqa, n, reasons)) return;
+  const Options options{.attn_mask = n.attn_mask, .is_causal = r.is_causal, .scale = r.scale};
+  const Call call{n.query, n.key, n.value, options, device};
+  check_shapes(call, reasons);
+  if (selection.backend == Backend::kAuto && reasons.ok()) check_auto(call, reasons);
+}
+
+void notify(const Request& r, const char* kernel, const std::vector<std::string>& reasons, const Selection& selection,
+            bool traced) {
+  const auto observe = observer.load();
+  if (observe == nullptr) return;
+  const Options options = options_of(r);
+  observe({"decision", "aten::scaled_dot_product_attention", kernel, {r.query, r.key, r.value, options}, reasons,
+           backend_name(selection.backend), traced ? "traced" : "eager"});
+}
+
+// A plan pays when a granule can be skipped: the scores of one head are more than one granule.
+bool worth_planning(const Tensor& query, const Tensor& key, const Tensor& mask) {
+  const auto sq = query.sym_sizes()[2].maybe_as_int(), sk = key.sym_sizes()[2].maybe_as_int();
+  if (sq && sk && *sq <= kGranule && *sk <= kGranule) return false;
+  return table_entry(Pass::kMaskPlan, query.device(), mask.scalar_type()) != nullptr;
+}
+
+Tensor serve(const Request& r, const Normalised& n) {
+  OptTensor plan;
+  if (n.attn_mask.has_value() && worth_planning(n.query, n.key, *n.attn_mask)) plan = call_mask_plan(*n.attn_mask);
+  const Options options{.attn_mask = n.attn_mask,
+                        .mask_plan = plan,
+                        .is_causal = r.is_causal,
+                        .scale = r.scale,
+                        .deterministic = at::globalContext().deterministicAlgorithms()};
+  const Tensor out = std::get<0>(call_forward({n.query, n.key, n.value, options}));
+  return n.rank == 4 ? out : restore_rank(out, n);
+}
+
+// Traced calls ask the hook, which puts a guard on the selection; only where the answer can matter.
+Selection traced_selection(const Request& r) {
+  const auto ask = hook.load(std::memory_order_relaxed);
+  if (ask == nullptr) return {};
+  const Options options = options_of(r);
+  Reasons kinds;
+  check_kinds({r.query, r.key, r.value, options}, kinds);
+  if (!kinds.ok() && !strict_possible()) return {};
+  return ask(r.query, r.key, r.value, r.attn_mask);
+}
+
+Tensor refuse(const Request& r, const Selection& selection, bool traced) {
+  if (!selection.strict && !observing()) return stock(r);
+  std::vector<std::string> list;
+  Reasons reasons(&list);
+  Normalised n;
+  decide(r, r.query.device(), selection, n, reasons);
+  notify(r, "stock", list, selection, traced);
+  TORCH_CHECK(!selection.strict || selection.backend == Backend::kStock,
+              "flashsdpa cannot serve this call and strict=True forbids the fallback to stock: ", join(list, "; "));
+  return stock(r);
+}
+
+}  // namespace
+
+Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, double dropout_p,
+             bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  const Request request{query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa};
+  const bool traced = python_dispatch(query) || python_dispatch(key) || python_dispatch(value) ||
+                      (attn_mask.has_value() && python_dispatch(*attn_mask));
+  const Selection selection = traced ? traced_selection(request) : current_selection();
+  if (selection.backend == Backend::kStock && !observing()) return stock(request);
+  Normalised n;
+  Reasons reasons;
+  decide(request, query.device(), selection, n, reasons);
+  if (!reasons.ok()) return refuse(request, selection, traced);
+  if (observing()) [[unlikely]] {
+    const Options options{.attn_mask = n.attn_mask, .is_causal = is_causal};
+    notify(request, forward_entry({n.query, n.key, n.value, options})->name, {}, selection, traced);
+  }
+  return serve(request, n);
+}
+
+void set_hook(Hook f) { hook.store(f); }
+
+Explanation explain(const Request& r, const Selection& selection) {
+  // Meta tensors have no device; they are answered for the CPU.
+  const at::Device device = r.query.is_meta() ? at::Device(at::kCPU) : r.query.device();
+  Explanation explanation;
+  Reasons reasons(&explanation.reasons);
+  Normalised n;
+  decide(r, device, selection, n, reasons);
+  const bool normal = n.query.defined() && n.query.dim() == 4 && n.key.dim() == 4 && n.value.dim() == 4;
+  const Options options{.attn_mask = normal ? n.attn_mask : r.attn_mask, .is_causal = r.is_causal, .scale = r.scale};
+  const Call call = normal ? Call{n.query, n.key, n.value, options, device}
+                           : Call{r.query, r.key, r.value, options, device};
+  const KernelEntry* chosen = reasons.ok() ? forward_entry(call) : nullptr;
+  explanation.candidates = candidates(call, chosen);
+  if (chosen != nullptr) describe(*chosen, call, explanation);
+  return explanation;
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,12 @@
+// Host entry points of the CUDA kernels, for the kernel table. Each takes the params struct of its pass
+// (params.h) and a stream, launches without waiting, allocates nothing, and may be captured. Returns null, or
+// a static error text; no CUDA error is left behind for the caller's next call to find.
+#pragma once
+
+#include "../kernel_table.h"
+
+namespace flashsdpa {
+
+const char* launch_mask_plan_sm90(const void* params, const Launch& launch);  // MaskPlanParams
+
+}  // namespace flashsdpa

@@ -1,0 +1,6 @@
+"""Tests that need a GPU share the helpers of the other tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -1,0 +1,402 @@
+"""The two oracles, and how the ops are called in the tests.
+
+1. The float64 reference: the documented formula, removed scores taken out by where(), gradients by autograd through it.
+   An error may be twice that of PyTorch's math path in the same dtype, plus one rounding step.
+2. The counting test: scores that are all equal and indicator inputs, so that out, dq, dk and dv each spell out which
+   (query, key) pairs took part. The first oracle misses one lost key in a long row; this one cannot.
+
+Everything here is 4-D: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), mask (B|1, Hq|1, Sq|1, Sk|1).
+"""
+
+import ctypes
+import functools
+import math
+import mmap
+import os
+import secrets
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+
+import torch_flashsdpa
+from torch_flashsdpa._loader import binding
+
+SEED = int(os.environ.get("FLASHSDPA_TEST_SEED") or secrets.randbits(31))
+INF = float("inf")
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+
+
+def generator(name):
+    """A generator for the named case: fresh in every session, the same again under FLASHSDPA_TEST_SEED."""
+    return torch.Generator().manual_seed(SEED ^ zlib.crc32(name.encode()))
+
+
+@functools.cache
+def ops():
+    """torch.ops.flashsdpa, the compiled library loaded, and memory poisoned from here on."""
+    binding()
+    # glibc then fills every new block with 0xFF bytes: NaN in every float type, in torch's tensors and kernels' scratch.
+    m_perturb = -6
+    ctypes.CDLL(None).mallopt(m_perturb, 0x100)
+    return torch.ops.flashsdpa
+
+
+def virtual(elements, dtype):
+    """A flat tensor in reserved memory: only the pages that are written exist, so offsets beyond 2^32 cost nothing."""
+    size = elements * torch.empty(0, dtype=dtype).element_size()
+    no_reserve = 0x4000  # MAP_NORESERVE on Linux
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The options of one call, named as the op's arguments; window is (left, right), -1 open."""
+
+    is_causal: bool = False
+    bottom_right: bool = False
+    window: tuple = (-1, -1)
+    scale: float | None = None
+
+    def op_arguments(self):
+        left, right = self.window
+        return dict(is_causal=self.is_causal, bottom_right=self.bottom_right, scale=self.scale,
+                    window_left=left, window_right=right)
+
+    def visible(self, seq_q, seq_k):
+        """The (seq_q, seq_k) bool band of keys that a query may see before any mask."""
+        offset = seq_k - seq_q if self.bottom_right else 0
+        distance = torch.arange(seq_k) - (torch.arange(seq_q)[:, None] + offset)  # of the key to the query's diagonal
+        left, right = self.window
+        band = torch.ones(seq_q, seq_k, dtype=torch.bool)
+        if left >= 0:
+            band &= distance >= -left
+        if right >= 0:
+            band &= distance <= right
+        if self.is_causal:
+            band &= distance <= 0
+        return band
+
+    def scale_for(self, dim):
+        if self.scale is not None:
+            return self.scale
+        return dim**-0.5 if dim else 1.0
+
+
+@dataclass
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None = None
+    mask_grad: bool = False
+    planned: bool = False  # give the op the plan of the mask
+    grad_out: torch.Tensor | None = None  # None: forward only
+    grad_lse: torch.Tensor | None = None
+
+    def names(self):
+        return ["dq", "dk", "dv"] + (["dmask"] if self.mask_grad else [])
+
+
+@dataclass
+class Result:
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    grads: dict
+
+
+def keep_of(x, call):
+    """(B|1, Hq|1, Sq, Sk) bool: the scores that take part. False and -inf remove; a NaN or a finite bias does not."""
+    keep = call.visible(x.q.size(2), x.k.size(2))[None, None]
+    if x.mask is None:
+        return keep
+    return keep & (x.mask if x.mask.dtype == torch.bool else x.mask != -INF)
+
+
+def attention64(q, k, v, mask, keep, scale):
+    """(out, lse) of the formula; differentiable. All float64 but a bool mask."""
+    group = q.size(1) // max(k.size(1), 1)
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask
+    keep = keep.expand(scores.shape)
+    empty = ~keep.any(-1, keepdim=True)  # rows without a key: a softmax over zeros, dropped after
+    scores = torch.where(keep, scores, -INF).masked_fill(empty, 0.0)
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty.squeeze(-1), -INF)
+    return weights @ v, lse
+
+
+def _leaves(x, cast=None):
+    tensors = [x.q, x.k, x.v] + ([x.mask] if x.mask_grad else [])
+    return [(t.detach() if cast is None else t.detach().to(cast)).requires_grad_(x.grad_out is not None)
+            for t in tensors]
+
+
+def _differentiate(x, outputs, cotangents, leaves):
+    if x.grad_out is None:
+        return {}
+    pairs = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
+    grads = torch.autograd.grad([o for o, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True)
+    return dict(zip(x.names(), grads))
+
+
+def reference(x, call):
+    """The float64 result: out, lse and the gradients of grad_out and grad_lse."""
+    leaves = _leaves(x, torch.float64)
+    mask = leaves[3] if x.mask_grad else x.mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    out, lse = attention64(*leaves[:3], mask, keep_of(x, call), call.scale_for(x.q.size(3)))
+    cotangents = [c if c is None else c.double() for c in (x.grad_out, x.grad_lse)]
+    return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), cotangents, leaves))
+
+
+def math_path(x, call):
+    """The yardstick: PyTorch's math path in the dtype of q, the float32 logsumexp for lse.
+
+    It lets a NaN of a removed key through, so it gets zeros instead; where NaN is due nothing is measured.
+    """
+    x = replace(x, **{n: torch.where(getattr(x, n).isfinite(), getattr(x, n), 0) for n in ("q", "k", "v")})
+    if x.mask is not None and x.mask.is_floating_point():
+        x = replace(x, mask=torch.where(x.mask.isnan(), 0, x.mask))
+    leaves = _leaves(x)
+    keep = keep_of(x, call)
+    mask = leaves[3] if x.mask_grad else x.mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = torch.where(keep, mask, -INF)
+    elif mask is not None or not keep.all():
+        mask = keep
+    scale = call.scale_for(x.q.size(3))
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(*leaves[:3], mask, scale=scale, enable_gqa=True)
+    lse_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    inputs = [t.to(lse_type) for t in leaves[:3]]
+    wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.to(lse_type)
+    _, lse = attention64(*inputs, wide_mask, keep, scale)
+    return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), (x.grad_out, x.grad_lse), leaves))
+
+
+def largest_terms(x, call, want):
+    """For each output the largest sum of absolute terms: what one rounding of the accumulator is relative to, where
+    the terms cancel (a single key has dq = 0 as a difference of two dot products)."""
+    group = x.q.size(1) // max(x.k.size(1), 1)
+    q, k, v = (t.detach().double().abs() for t in (x.q, x.k, x.v))
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scale = abs(call.scale_for(x.q.size(3)))
+    mask = None if x.mask is None or x.mask.dtype == torch.bool else x.mask.detach().double()
+    keep = keep_of(x, call)
+    signed_k = x.k.detach().double().repeat_interleave(group, dim=1)
+    scores = (x.q.detach().double() @ signed_k.transpose(-1, -2)) * call.scale_for(x.q.size(3))
+    scores = scores if mask is None else scores + mask
+    weights = torch.where(keep, (torch.where(keep, scores, -INF) - want.lse[..., None]).exp(), 0.0)
+    terms = {"out": weights @ v}
+    if x.grad_out is not None:
+        grad = x.grad_out.double().abs()
+        slope = grad @ v.transpose(-1, -2) + (grad * want.out.abs()).sum(-1, keepdim=True)
+        if x.grad_lse is not None:
+            slope = slope + x.grad_lse.double().abs()[..., None]
+        score_grad = weights * slope
+        terms |= {"dq": scale * score_grad @ k, "dk": scale * score_grad.transpose(-1, -2) @ q,
+                  "dv": weights.transpose(-1, -2) @ grad, "dmask": score_grad}
+        if x.mask_grad:
+            terms["dmask"] = score_grad.sum_to_size(x.mask.shape)
+    return {name: t[t.isfinite()].max().item() if t.isfinite().any() else 0.0 for name, t in terms.items()}
+
+
+def run_op(x, call):
+    """Ours, through the op and its autograd."""
+    forward = ops().forward
+    leaves = _leaves(x)
+    mask = leaves[3] if x.mask_grad else x.mask
+    plan = ops().mask_plan(x.mask) if x.planned else None
+    out, lse = forward(*leaves[:3], attn_mask=mask, mask_plan=plan, **call.op_arguments())
+    return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), (x.grad_out, x.grad_lse), leaves))
+
+
+def run_sdpa(x, call):
+    """Ours, through F.scaled_dot_product_attention in a strict scope."""
+    ops()
+    assert not call.bottom_right and call.window == (-1, -1) and x.grad_lse is None, "not expressible in SDPA"
+    leaves = _leaves(x)
+    mask = leaves[3] if x.mask_grad else x.mask
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves[:3], attn_mask=mask, is_causal=call.is_causal, scale=call.scale,
+            enable_gqa=x.q.size(1) != x.k.size(1))
+        grads = _differentiate(x, (out,), (x.grad_out,), leaves)
+    return Result(out.detach(), None, grads)
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def rounding_step(dtype, magnitude):
+    """The distance of neighbouring numbers of dtype at this magnitude."""
+    info = torch.finfo(dtype)
+    if magnitude < info.tiny:
+        return info.tiny * info.eps
+    return info.eps * 2.0 ** math.floor(math.log2(magnitude))
+
+
+def describe(name, got, want, error, bound):
+    index = tuple(torch.unravel_index(error.argmax(), error.shape)) if error.numel() else ()
+    index = tuple(int(i) for i in index)
+    both = got.isfinite() & want.isfinite()
+    cosine = torch.nn.functional.cosine_similarity(got[both], want[both], dim=0).item() if both.any() else float("nan")
+    return (f"{name}: at {index} got {got[index].item():.9g}, want {want[index].item():.9g}, "
+            f"error {error[index].item():.3g} > bound {bound:.3g}, cosine {cosine:.9f} (FLASHSDPA_TEST_SEED={SEED})")
+
+
+def compare(name, got, want, bound):
+    """got against the float64 want: the shape, equal inf and nan positions, and no error beyond bound."""
+    assert got is not None, f"{name}: missing"
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    dtype, got = got.dtype, got.detach().double()
+    rounded = want.to(dtype).double()  # a value beyond the range of dtype is inf in it
+    odd = ~rounded.isfinite()
+    same = torch.where(odd, (got == rounded) | (got.isnan() & rounded.isnan()), got.isfinite())
+    if not same.all():
+        raise AssertionError(f"{name}: {int((~same).sum())} values differ in inf/nan; " +
+                             describe(name, got, want, (~same).double(), 0.0))
+    error = torch.where(odd, 0.0, (got - want).abs())
+    if error.numel() and error.max().item() > bound:
+        raise AssertionError(describe(name, got, want, error, bound))
+
+
+def largest(t):
+    t = t[t.isfinite()]
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+def bound_for(name, dtype, want, yardstick, terms):
+    """Twice the yardstick's error, plus a rounding step of the output, plus one of the accumulator over the terms."""
+    if dtype == torch.float64:
+        return 1e-12 * max(largest(want), terms)
+    error = (yardstick.double() - want).abs()
+    output = torch.float32 if name == "lse" else dtype
+    return 2 * largest(error) + rounding_step(output, largest(want)) + FLOAT32_EPS * terms
+
+
+def check(x, call=Call(), run=run_op):
+    """Runs the case and holds every output against the float64 reference. Returns our result."""
+    poison_scratch(x.q.dtype)
+    got, want = run(x, call), reference(x, call)
+    assert got.out.dtype == x.q.dtype, f"out is {got.out.dtype}, q is {x.q.dtype}"
+    yardstick, terms = math_path(x, call), largest_terms(x, call, want)
+    dtype = x.q.dtype
+    compare("out", got.out, want.out, bound_for("out", dtype, want.out, yardstick.out, terms["out"]))
+    if got.lse is not None:
+        compare("lse", got.lse, want.lse, bound_for("lse", dtype, want.lse, yardstick.lse, 1.0))
+    leaf_of = dict(dq=x.q, dk=x.k, dv=x.v, dmask=x.mask)
+    for name in got.grads:
+        assert got.grads[name] is not None, f"{name} is missing"
+        assert got.grads[name].dtype == leaf_of[name].dtype, f"{name} is {got.grads[name].dtype}"
+        bound = bound_for(name, leaf_of[name].dtype, want.grads[name], yardstick.grads[name], terms[name])
+        compare(name, got.grads[name], want.grads[name], bound)
+    check_exact_zeros(x, call, got)
+    return got
+
+
+def check_exact_zeros(x, call, got):
+    """Rows without a key give exactly 0, and so do the gradients of rows and keys that take no part."""
+    keep = keep_of(x, call).expand(x.q.size(0), x.q.size(1), -1, -1)
+    blind = ~keep.any(-1)
+    assert (got.out[blind] == 0).all(), "a row without a key is not exactly 0"
+    if not got.grads:
+        return
+    assert (got.grads["dq"][blind] == 0).all(), "dq of a row without a key is not exactly 0"
+    unseen = ~keep.any(2)  # (B, Hq, Sk)
+    unseen = unseen.unflatten(1, (x.k.size(1), -1)).all(2) if x.k.size(1) else unseen
+    for name in ("dk", "dv"):
+        assert (got.grads[name][unseen] == 0).all(), f"{name} of a key that no query sees is not exactly 0"
+
+
+@functools.cache
+def _nan_inputs(dtype):
+    return [torch.full((1, 2, 80, 256), float("nan"), dtype=dtype) for _ in range(3)]
+
+
+def poison_scratch(dtype):
+    """Leaves NaN in whatever scratch the kernels of dtype keep between calls."""
+    q, k, v = (t.detach().requires_grad_() for t in _nan_inputs(dtype))
+    ops().forward(q, k, v)[0].sum().backward()
+
+
+# --- the counting test ------------------------------------------------------------------------------------------------
+
+
+def _explain_difference(what, seen, keep):
+    wrong = ((seen - keep.double()).abs() > 0.25) | ~seen.isfinite()
+    if wrong.any():
+        pairs = [tuple(p) for p in wrong.nonzero()[:5].tolist()]
+        values = [round(seen[p].item(), 4) for p in pairs]
+        raise AssertionError(f"{what}: {int(wrong.sum())} of {wrong.numel()} pairs wrong; first (b, h, query, key) "
+                             f"{pairs}: weight {values}, want {[int(keep[p]) for p in pairs]}")
+
+
+def _indicator(batch, heads, seq, dim, start, dtype):
+    """(batch, heads, seq, dim): row start + i is the unit vector i, all other rows are 0."""
+    t = torch.zeros(batch, heads, seq, dim, dtype=dtype)
+    n = min(dim, seq - start)
+    t[..., torch.arange(start, start + n), torch.arange(n)] = 1
+    return t
+
+
+def check_counting(batch, heads_q, heads_kv, seq_q, seq_k, dim, dtype, mask=None, call=Call(), backward=True,
+                   planned=False):
+    """Every (query, key) pair of every head, one by one, through out and lse, and through dq, dk, dv and dmask.
+
+    The mask must be bool, or hold only 0 and -inf. With all scores equal, a row of n keys has weights 1 / n. The
+    gradient of lse alone makes the score gradient that very weight.
+    """
+    call = replace(call, scale=1.0)
+    plan = ops().mask_plan(mask) if planned else None
+    run = functools.partial(ops().forward, attn_mask=mask, mask_plan=plan, **call.op_arguments())
+    group = heads_q // heads_kv
+    zeros_q, zeros_k = (torch.zeros(batch, h, s, dim, dtype=dtype) for h, s in ((heads_q, seq_q), (heads_kv, seq_k)))
+    keep = keep_of(Inputs(zeros_q, zeros_k, zeros_k, mask), call).expand(batch, heads_q, seq_q, seq_k)
+    n = keep.sum(-1, keepdim=True).double()  # (B, Hq, Sq, 1)
+    head_weight = 1.0 + torch.arange(heads_kv, dtype=torch.float64)[:, None, None]  # tells the kv heads apart
+
+    for start in range(0, seq_k, dim):
+        stop = min(start + dim, seq_k)
+        units = _indicator(batch, heads_kv, seq_k, dim, start, dtype)
+        out, lse = run(zeros_q, zeros_k, (units * head_weight).to(dtype))
+        seen = out[..., : stop - start].double() * n / head_weight.repeat_interleave(group, 0)
+        _explain_difference(f"out, keys from {start}", seen, keep[..., start:stop])
+        if backward:
+            q, k = zeros_q.clone().requires_grad_(), units.requires_grad_()
+            out, lse = run(q, k, zeros_k)
+            (dq,) = torch.autograd.grad(lse, q, torch.ones_like(lse))
+            _explain_difference(f"dq, keys from {start}", dq[..., : stop - start].double() * n, keep[..., start:stop])
+    assert (lse - n.squeeze(-1).log()).nan_to_num(0.0).abs().max().item() < 1e-5 if seq_q else True, "lse is not log(n)"
+    if backward:
+        _count_columns(run, zeros_q, zeros_k, mask, keep, n, group)
+
+
+def _count_columns(run, zeros_q, zeros_k, mask, keep, n, group):
+    """dk, dv and dmask: the pairs as a key sees them. One query head of each group speaks at a time."""
+    batch, heads_q, seq_q, dim = zeros_q.shape
+    dtype = zeros_q.dtype
+    for turn, start in enumerate(range(0, seq_q, dim)):
+        stop = min(start + dim, seq_q)
+        speaks = torch.arange(heads_q) % group == turn % group
+        units = _indicator(batch, heads_q, seq_q, dim, start, dtype) * speaks[:, None, None]
+        counts = n[:, speaks, start:stop, 0].unsqueeze(-2)  # (B, Hkv, 1, chunk)
+        want = keep[:, speaks, start:stop].transpose(-1, -2)  # (B, Hkv, key, query)
+        k, v = zeros_k.clone().requires_grad_(), zeros_k.clone().requires_grad_()
+        out, lse = run(units, k, v)
+        dk, dv = torch.autograd.grad([out, lse], [k, v], [units, torch.ones_like(lse)])
+        for name, grad in (("dk", dk), ("dv", dv)):
+            seen = grad[..., : stop - start].double() * counts
+            _explain_difference(f"{name} (key, query), queries from {start}", seen, want)
+    if mask is not None and mask.is_floating_point():
+        leaf = mask.detach().requires_grad_()
+        _, lse = run(zeros_q, zeros_k, zeros_k, attn_mask=leaf)
+        weights = torch.where(keep, 1 / n, 0.0)
+        (dmask,) = torch.autograd.grad(lse, leaf, torch.ones_like(lse))
+        want = weights.sum_to_size(mask.shape)
+        smallest = 1 / max(n.max().item(), 1.0)
+        slack = 0.25 * smallest + torch.finfo(mask.dtype).eps * largest(want)
+        compare("dmask", dmask, want, slack)

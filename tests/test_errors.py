@@ -1,0 +1,173 @@
+"""Bad input to the ops and to attention(): one clear Python error each, before any work, and the process goes on."""
+
+import pytest
+import torch
+import torch_flashsdpa
+from oracle import Call, Inputs, check, ops
+
+
+def t(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+Q = dict(query=t(2, 4, 5, 8), key=t(2, 2, 7, 8), value=t(2, 2, 7, 6))
+# name -> (changed arguments, what the error must say: the argument or shape, the value given, what is accepted)
+BAD = {
+    "query rank": (dict(query=t(4, 5, 8)), "3, 4, 4 dimensions; give 4"),
+    "value rank": (dict(value=t(2, 2, 7)), "4, 4, 3 dimensions; give 4"),
+    "batch": (dict(key=t(3, 2, 7, 8)), r"query \(2, 4, 5, 8\), key \(3, 2, 7, 8\).*batch sizes differ; give equal ones"),
+    "kv heads": (dict(value=t(2, 4, 7, 6)), r"value \(2, 4, 7, 6\): key and value heads differ; give equal counts"),
+    "ratio": (dict(key=t(2, 3, 7, 8), value=t(2, 3, 7, 6)), "query heads must be a multiple of key heads"),
+    "no kv heads": (dict(key=t(2, 0, 7, 8), value=t(2, 0, 7, 6)), "query heads must be a multiple of key heads"),
+    "head_dim": (dict(key=t(2, 2, 7, 9)), "query and key head_dim differ; give equal ones"),
+    "lengths": (dict(value=t(2, 2, 8, 6)), "key and value lengths differ; give equal ones"),
+    "large head_dim": (dict(query=t(2, 4, 5, 257), key=t(2, 2, 7, 257)), "head_dim is 257; supported: 0 to 256"),
+    "large value head_dim": (dict(value=t(2, 2, 7, 300)), "head_dim of value is 300; supported: 0 to 256"),
+    "mixed dtypes": (dict(key=t(2, 2, 7, 8, dtype=torch.float16)), "dtypes float32, float16, float32; give one dtype"),
+    "integer": ({n: v.to(torch.int32) for n, v in Q.items()}, "dtype is int32; supported on cpu: float32, bfloat16"),
+    "complex": ({n: v.to(torch.complex64) for n, v in Q.items()}, "dtype is ComplexFloat; supported on cpu: float32"),
+    "float8": ({n: v.to(torch.float8_e4m3fn) for n, v in Q.items()}, "dtype is Float8_e4m3fn; supported on cpu"),
+    "devices": (dict(key=t(2, 2, 7, 8).to("meta")), "query, key, value are on cpu, meta, cpu; give them on one device"),
+    "sparse": (dict(query=t(2, 4, 5, 8).to_sparse()), "query is nested or has layout Sparse; .* take dense strided tensors"),
+    "mask dtype": (dict(attn_mask=t(1, 1, 5, 7, dtype=torch.int64)), "attn_mask has dtype int64; supported: bool, float32, or the query's float32"),
+    "half mask": (dict(attn_mask=t(1, 1, 5, 7, dtype=torch.float16)), "attn_mask has dtype float16; supported: bool, float32"),
+    "mask shape": (dict(attn_mask=t(1, 1, 5, 6)), r"attn_mask \(1, 1, 5, 6\) does not broadcast to \(2, 4, 5, 7\)"),
+    "mask heads": (dict(attn_mask=t(1, 2, 5, 7)), r"attn_mask \(1, 2, 5, 7\) does not broadcast to \(2, 4, 5, 7\)"),
+    "mask device": (dict(attn_mask=t(1, 1, 5, 7).to("meta")), "attn_mask is on meta, query on cpu; give them on one device"),
+    "dropout": (dict(dropout_p=0.25), "dropout_p is 0.25; flashsdpa kernels take 0.0"),
+    "softcap": (dict(softcap=30.0), "softcap is 30; flashsdpa kernels take 0.0"),
+    "alibi": (dict(alibi_slopes=t(4)), "alibi_slopes is given; flashsdpa kernels take none"),
+    "sinks": (dict(sinks=t(4)), "sinks is given; flashsdpa kernels take none"),
+    "batch_invariant": (dict(batch_invariant=True), "batch_invariant is True; flashsdpa kernels take False"),
+}
+OP_ONLY = {
+    "mask rank": (dict(attn_mask=t(5, 7)), r"attn_mask \(5, 7\) does not broadcast"),
+    "window left": (dict(window_left=-2), "window_left is -2"),
+    "window right": (dict(window_right=-7), "window_right is -7"),
+}
+
+
+@pytest.fixture(autouse=True)
+def the_process_goes_on():
+    before = torch_flashsdpa.routed_calls()
+    yield
+    assert torch_flashsdpa.routed_calls() == before, "work began before the arguments were checked"
+    check(Inputs(t(1, 1, 3, 4), t(1, 1, 3, 4), t(1, 1, 3, 4), grad_out=t(1, 1, 3, 4)), Call())
+
+
+def raises(match):
+    context = pytest.raises(RuntimeError, match=match)
+    return context
+
+
+def one_line(error):
+    text = str(error.value)
+    assert "\n" not in text.strip() and len(text) < 400, text
+
+
+@pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
+@pytest.mark.parametrize("name", [*BAD, *OP_ONLY])
+def test_forward_op(name, grad):
+    change, match = (BAD | OP_ONLY)[name]
+    arguments = {**Q, **change}
+    if grad and arguments["query"].is_floating_point() and arguments["query"].layout == torch.strided:
+        arguments["query"] = arguments["query"].detach().requires_grad_()
+    with raises(match) as error:
+        ops().forward(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
+    assert "flashsdpa::forward" in str(error.value)
+    one_line(error)
+
+
+@pytest.mark.parametrize("name", [*BAD, *OP_ONLY])
+def test_meta_gives_the_same_error(name):
+    """A compiler must refuse what the kernel would refuse, not trace it."""
+    change, match = (BAD | OP_ONLY)[name]
+    if name in ("devices", "mask device", "sparse", "integer", "complex", "float8"):
+        pytest.skip("the meta device stands for every device and its dtypes")
+    arguments = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in {**Q, **change}.items()}
+    head_dim = "head_dim" in name and "large" in name
+    if head_dim:
+        pytest.skip("limits belong to the device's kernel table")
+    with raises(match):
+        ops().forward(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
+
+
+@pytest.mark.parametrize("name", [n for n in BAD if n not in ("query rank", "value rank")])
+def test_attention(name):
+    change, match = BAD[name]
+    arguments = {**Q, **change}
+    with raises(match if name != "ratio" else "multiple") as error:
+        torch_flashsdpa.attention(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), enable_gqa=True,
+                                  **arguments)
+    one_line(error)
+
+
+@pytest.mark.parametrize("arguments, match", [
+    (dict(query=t(8)), "query, key, value have 1, 4, 4 axes; give equal counts, at least 2"),
+    (dict(query=t(5, 8)), "2, 4, 4 axes; give equal counts"),
+    (dict(), "query has 4 heads, key 2; give equal counts, or enable_gqa=True"),
+    (dict(window=(3, -2), enable_gqa=True), "window_right is -2"),
+    (dict(window=(-9, 0), enable_gqa=True), "window_left is -9"),
+    (dict(attn_mask=t(1, 1, 1, 1, 1, 5, 7), enable_gqa=True), "attn_mask"),
+], ids=("rank 1", "ranks differ", "no gqa flag", "window right", "window left", "mask rank"))
+def test_attention_only(arguments, match):
+    arguments = {**Q, **arguments}
+    with raises(match) as error:
+        torch_flashsdpa.attention(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
+    one_line(error)
+
+
+@pytest.mark.parametrize("value", ("a string", 3, None))
+@pytest.mark.parametrize("argument", ("query", "attn_mask"))
+def test_attention_wrong_type(argument, value):
+    if argument == "attn_mask" and value is None:
+        pytest.skip("no mask")
+    with pytest.raises((TypeError, AttributeError, RuntimeError)):
+        torch_flashsdpa.attention(**{**Q, argument: value}, enable_gqa=True)
+
+
+LSE, OUT = t(2, 4, 5), t(2, 4, 5, 6)
+BACKWARD = {
+    "out shape": (dict(out=t(2, 4, 5, 8)), r"out is .*\[2, 4, 5, 8\].*give Float \[2, 4, 5, 6\]"),
+    "out dtype": (dict(out=OUT.half()), "out is Half"),
+    "lse shape": (dict(lse=t(2, 5, 4)), r"lse is .*\[2, 5, 4\].*give Float \[2, 4, 5\]"),
+    "lse dtype": (dict(lse=LSE.double()), "lse is Double"),
+    "grad_out shape": (dict(grad_out=t(2, 4, 6, 6)), r"grad_out is .*\[2, 4, 6, 6\]"),
+    "grad_out dtype": (dict(grad_out=OUT.double()), "grad_out is Double"),
+    "grad_lse shape": (dict(grad_lse=t(2, 4)), r"grad_lse is .*\[2, 4\]"),
+    "grad_out device": (dict(grad_out=OUT.to("meta")), "grad_out is .* on meta"),
+    "key": (dict(key=t(2, 3, 7, 8)), "flashsdpa::backward.*key and value heads differ"),
+    "dropout": (dict(dropout_p=0.5), "flashsdpa::backward: dropout_p is 0.5"),
+    "window": (dict(window_left=-4), "window_left is -4"),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_op(name):
+    change, match = BACKWARD[name]
+    arguments = {**Q, "out": OUT, "lse": LSE, "grad_out": OUT, "grad_lse": None, "output_mask": [True] * 3 + [False] * 2, **change}
+    positional = [arguments.pop(n) for n in ("grad_out", "grad_lse", "query", "key", "value", "out", "lse")]
+    with raises(match) as error:
+        ops().backward(*positional, **arguments)
+    one_line(error)
+
+
+def test_several_faults_are_all_named():
+    with raises("dropout_p is 0.5.*softcap is 2.*batch_invariant is True"):
+        ops().forward(**Q, dropout_p=0.5, softcap=2.0, batch_invariant=True)
+
+
+def test_requires_grad_on_what_has_no_gradient():
+    """Differentiating the gradient is refused by name, not answered with a wrong number."""
+    q = t(1, 1, 3, 4).requires_grad_()
+    (dq,) = torch.autograd.grad(ops().forward(q, q, q)[0].sum(), q, create_graph=True)
+    with raises("flashsdpa::backward"):
+        torch.autograd.grad(dq.sum(), q)
+    torch_flashsdpa.reset_routed_calls()
+
+
+def test_undefined_and_missing_arguments():
+    with pytest.raises((RuntimeError, TypeError)):
+        ops().forward(Q["query"], Q["key"])
+    with pytest.raises((RuntimeError, TypeError)):
+        ops().forward(Q["query"], Q["key"], None)

@@ -1,0 +1,58 @@
+"""Every instruction set that this machine can run, each in a process of its own: the choice is made once per process."""
+
+import json
+
+import pytest
+
+PROGRAM = """
+import json, torch
+from torch_flashsdpa._loader import binding
+_C = binding()
+from cases import *
+from oracle import check, check_counting, Call
+import torch_flashsdpa
+
+with torch_flashsdpa.profiler.kernels_run() as kernels:
+    for case in dim_cases() + mask_kind_cases()[::3] + band_cases()[::6] + decode_cases()[::3] + layout_cases()[::5] + head_cases()[::4]:
+        check(inputs(case), case.call)
+    for dtype in FLOATS:
+        check_counting(1, 2, 1, 130, 200, 72, dtype, make_mask("granules", "isa", (1, 2, 130, 200), dtype), planned=True)
+        check_counting(1, 1, 1, 70, 129, 256, dtype, None, Call(is_causal=True, bottom_right=True))
+print(json.dumps([sorted(kernels), _C.cpu_features()]))
+"""
+ORDER = ("portable", "avx2", "avx512", "amx")
+
+
+def available():
+    from torch_flashsdpa._loader import binding
+
+    return binding().cpu_features()
+
+
+@pytest.mark.parametrize("isa", ORDER)
+def test_instruction_set(run_python, isa):
+    """The oracles hold for it, and the kernels that ran are its own (or, where it has none for a dtype, lower ones)."""
+    if not available().get(isa):
+        pytest.skip(f"this processor has no {isa}")
+    names, features = json.loads(run_python(PROGRAM, env={"TORCH_FLASHSDPA_CPU_ISA": isa}).splitlines()[-1])
+    assert features[isa] and not any(features[higher] for higher in ORDER[ORDER.index(isa) + 1 :])
+    sets = {name.rsplit("_", 1)[1] for name in names}
+    assert isa in sets and sets <= set(ORDER[: ORDER.index(isa) + 1])
+    if isa != "amx":
+        assert sets == {isa}
+    assert {"fwd", "bwd", "decode", "mask"} == {name.split("_")[1] for name in names}
+
+
+def test_a_cap_above_the_processor_gives_its_best(run_python):
+    features = available()
+    best = [isa for isa in ORDER if features.get(isa)][-1]
+    code = ("import torch, torch_flashsdpa as t; from torch_flashsdpa._loader import binding; binding()\\n"
+            "q = torch.randn(1, 1, 4, 8)\\n"
+            "print(t.explain(q, q, q, backend='flashsdpa').chosen)").replace("\\\\n", "\\n")
+    out = run_python(code.replace("\\n", "\n"), env={"TORCH_FLASHSDPA_CPU_ISA": "amx"})
+    assert out.endswith(best) or best == "amx"
+
+
+def test_an_unknown_set_changes_nothing(run_python):
+    code = "import torch_flashsdpa._loader as l; print(sum(l.binding().cpu_features().values()))"
+    assert run_python(code, env={"TORCH_FLASHSDPA_CPU_ISA": "sse9"}) == run_python(code)

@@ -1,0 +1,159 @@
+"""flashsdpa::mask_plan against the plan written in plain torch, and what a plan changes: only the work, not the result."""
+
+import pytest
+import torch
+from cases import BROADCASTS, FLOATS, MASK_KINDS, MASK_STRIDES, Case, inputs, make_mask
+from oracle import INF, Call, check, generator, ops, run_op
+from reference_plan import EMPTY, FULL, MIXED, granule_classes, reference_plan
+
+SIZES = (2, 3, 130, 257)
+
+
+def same(mask):
+    plan, want = ops().mask_plan(mask), reference_plan(mask)
+    assert plan.dtype == torch.int32 and plan.is_contiguous()
+    assert plan.shape == want.shape
+    assert torch.equal(plan, want), f"first of {int((plan != want).sum())}: {(plan != want).nonzero()[0].tolist()}"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", MASK_KINDS)
+def test_kinds(kind, dtype):
+    same(make_mask(kind, "plan", SIZES, dtype))
+
+
+@pytest.mark.parametrize("kind", ("granules", "bias_inf"))
+@pytest.mark.parametrize("strides", [*MASK_STRIDES, "expanded"])
+@pytest.mark.parametrize("axes", BROADCASTS, ids=lambda a: a or "none")
+def test_layouts(axes, strides, kind):
+    same(make_mask(f"{kind}:{axes or '-'}:{strides}", "plan", SIZES, torch.bfloat16))
+
+
+@pytest.mark.parametrize("seq_q", (0, 1, 63, 64, 65, 128, 129))
+@pytest.mark.parametrize("seq_k", (0, 1, 63, 64, 65, 128, 129))
+def test_sizes(seq_q, seq_k):
+    for kind in ("random", "all_true", "all_false", "bias_inf"):
+        same(make_mask(kind, "plan", (1, 2, seq_q, seq_k), torch.float32))
+
+
+@pytest.mark.parametrize("value, want", [
+    (0.0, FULL), (-0.0, FULL), (-INF, EMPTY), (1e-45, MIXED), (-1e30, MIXED), (torch.finfo(torch.float32).min, MIXED),
+    (INF, MIXED), (float("nan"), MIXED)], ids=str)
+def test_classes_of_values(value, want):
+    """Only 0 of either sign is nothing to do, only -inf removes. A subnormal and the lowest finite number are arithmetic."""
+    mask = torch.full((1, 1, 65, 64), value)
+    assert (granule_classes(mask) == want).all()
+    same(mask)
+    mask[0, 0, 64, 63] = 0.0 if want != FULL else -INF  # the only other element of its granule
+    same(mask)
+
+
+@pytest.mark.parametrize("position", ((0, 0), (63, 63), (64, 0), (0, 64), (129, 256), (128, 192)), ids=str)
+def test_one_element_makes_a_granule_mixed(position):
+    """One False among True, one True among False, at corners and in partial granules: the element is not missed."""
+    for fill in (True, False):
+        mask = torch.full((1, 1, 130, 257), fill)
+        mask[(0, 0, *position)] = not fill
+        same(mask)
+        classes = granule_classes(mask)[0, 0]
+        assert (classes != (FULL if fill else EMPTY)).sum() == 1
+
+
+def test_header_counts():
+    mask = torch.zeros(1, 1, 128, 192, dtype=torch.bool)
+    mask[..., :64, :64] = True  # full
+    mask[..., 64, 130] = True  # mixed
+    words = ops().mask_plan(mask)[0, 0].tolist()
+    assert words[:4] == [1, 4, 1, 1]
+    assert words[4:8] == [1, 0 << 2 | FULL, 0, 0] and words[8:12] == [1, 2 << 2 | MIXED, 0, 0]  # by query granule
+    assert words[12:15] == [1, 0 << 2 | FULL, 0] and words[15:18] == [0, 0, 0]  # by key granule
+    assert words[18:21] == [1, 1 << 2 | MIXED, 0] and len(words) == 21
+
+
+@pytest.mark.parametrize("kind", MASK_KINDS)
+def test_a_plan_changes_no_result(kind):
+    """With its plan or without: within the same bound, and the same rows exactly 0."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(kind, seq=(140, 270), dim=(16, 16), dtype=dtype, mask=kind, mask_grad=dtype != torch.bfloat16)
+        x = inputs(case)
+        if x.mask.dtype == torch.bool:
+            x.mask_grad = False
+        x.planned = False
+        check(x, Call())
+        x.planned = True
+        check(x, Call())
+
+
+def test_a_skipped_granule_is_not_read():
+    """NaN in K and V of granules that the plan rules out cannot reach the result: the work is really left out."""
+    g = generator("skipped")
+    q, k, v = (torch.randn(1, 2, 192, 16, generator=g) for _ in range(3))
+    mask = torch.ones(1, 1, 192, 192, dtype=torch.bool)
+    mask[..., 64:128] = False
+    want = ops().forward(q, k, v, attn_mask=mask, mask_plan=ops().mask_plan(mask))
+    k[:, :, 64:128], v[:, :, 64:128] = float("nan"), float("nan")
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    got = ops().forward(q, k, v, attn_mask=mask, mask_plan=ops().mask_plan(mask))
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    grads = torch.autograd.grad(got[0].sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[1][:, :, 64:128] == 0).all() and (grads[2][:, :, 64:128] == 0).all()
+
+
+def test_two_masks_of_one_shape_and_storage():
+    """A mask changed in place gets a new plan: through attention and SDPA nothing stale is used."""
+    import torch_flashsdpa
+
+    x = inputs(Case("stale", seq=(130, 130), mask="causal"))
+    for step in range(3):
+        x.mask.copy_(make_mask(("causal", "random", "padding")[step], f"stale{step}", (1, 2, 130, 130), torch.float32))
+        x.grad_out = None
+        want = check(x, Call())
+        with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+            out = torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=x.mask)
+        assert torch.allclose(out, want.out, atol=1e-6)
+        assert torch.allclose(torch_flashsdpa.attention(x.q, x.k, x.v, attn_mask=x.mask), want.out, atol=1e-6)
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda plan: plan.long(), lambda plan: plan[..., :-1], lambda plan: plan.expand(2, -1, -1),
+    lambda plan: plan[0], lambda plan: torch.stack([plan, plan], -1)[..., 0]], ids=("dtype", "words", "batch", "rank", "strides"))
+def test_a_plan_that_does_not_fit_is_refused(spoil):
+    x = inputs(Case("spoil", seq=(130, 130), mask="causal:qk"))
+    plan = spoil(ops().mask_plan(x.mask))
+    with pytest.raises(RuntimeError, match="mask_plan is .*give flashsdpa::mask_plan"):
+        ops().forward(x.q, x.k, x.v, attn_mask=x.mask, mask_plan=plan)
+
+
+def test_a_plan_without_a_mask_is_refused():
+    x = inputs(Case("alone", seq=(130, 130), mask="causal:qk"))
+    with pytest.raises(RuntimeError, match="mask_plan"):
+        ops().forward(x.q, x.k, x.v, mask_plan=ops().mask_plan(x.mask))
+
+
+def test_a_plan_of_another_version_is_refused():
+    """The first word is the version: a plan stored by another release is not misread."""
+    x = inputs(Case("version", seq=(130, 130), mask="causal:qk"))
+    plan = ops().mask_plan(x.mask)
+    plan[..., 0] += 1
+    with pytest.raises(RuntimeError, match="version"):
+        ops().forward(x.q, x.k, x.v, attn_mask=x.mask, mask_plan=plan)
+
+
+@pytest.mark.parametrize("mask, match", [
+    (torch.ones(4, 4, dtype=torch.bool), "attn_mask has 2 dimensions; give 4"),
+    (torch.ones(1, 1, 4, 4, dtype=torch.int64), "attn_mask is int64.*supported: bool"),
+    (torch.ones(1, 1, 4, 4, dtype=torch.complex64), "attn_mask is .*supported: bool")], ids=("rank", "int64", "complex"))
+def test_masks_that_cannot_be_planned(mask, match):
+    with pytest.raises(RuntimeError, match=match):
+        ops().mask_plan(mask)
+
+
+def test_plan_of_the_public_function():
+    import torch_flashsdpa
+
+    x = inputs(Case("public", seq=(130, 200), mask="granules:hqk"))
+    plan = torch_flashsdpa.plan_mask(x.mask[0])
+    assert torch.equal(plan, reference_plan(x.mask))
+    got = torch_flashsdpa.attention(x.q, x.k, x.v, attn_mask=x.mask, mask_plan=plan)
+    assert torch.equal(got, run_op(x, Call()).out)

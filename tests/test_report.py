@@ -1,0 +1,322 @@
+"""explain, record_dispatch, the log, the profiler's helper and doctor: what they say, and that it is what happened."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_flashsdpa
+from torch_flashsdpa import _doctor, enable, explain, profiler, record_dispatch, report, sdpa_backend
+
+
+def make(*shape, grad=False, device="cpu"):
+    return [torch.randn(*(shape or (1, 2, 130, 16)), requires_grad=grad, device=device) for _ in range(3)]
+
+
+MASK = torch.ones(130, 130, dtype=torch.bool).tril()
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"attn_mask": MASK}, {"dropout_p": 0.3}, {"scale": 2.0}])
+def test_explain_tells_what_then_runs(arguments):
+    inputs = make()
+    enable("flashsdpa")
+    explanation = explain(*inputs, **arguments)
+    with profiler.kernels_run() as kernels:
+        F.scaled_dot_product_attention(*inputs, **arguments)
+    if explanation.chosen == "stock":
+        assert explanation.reasons and not kernels
+    else:
+        assert not explanation.reasons and kernels[explanation.chosen] == 1
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_explain_without_data(kind):
+    enable("flashsdpa")
+    expected = explain(*make()).chosen
+    before = torch_flashsdpa.routed_calls()
+    if kind == "meta":
+        assert explain(*make(device="meta")).chosen == expected
+    else:
+        with FakeTensorMode():
+            assert explain(*make()).chosen == expected
+    assert torch_flashsdpa.routed_calls() == before
+
+
+def test_explain_names_every_reason_and_every_kernel():
+    q, k, v = make(1, 2, 5, 300)
+    explanation = explain(q, k, v, dropout_p=0.5, backend="flashsdpa")
+    assert explanation.chosen == "stock"
+    assert any("dropout_p is 0.5" in reason for reason in explanation.reasons)
+    assert any("head_dim is 300" in reason for reason in explanation.reasons)
+    from torch_flashsdpa._loader import binding
+
+    table = {e["name"] for e in binding().kernel_table() if e["device"] == "cpu" and e["pass"] != "mask_plan"}
+    assert {candidate["kernel"] for candidate in explanation.candidates} == table
+    assert all(candidate["reasons"] for candidate in explanation.candidates)
+
+
+def test_explain_follows_the_selection():
+    inputs = make()
+    assert explain(*inputs).chosen == "stock"
+    assert explain(*inputs, backend="flashsdpa").chosen != "stock"
+    with sdpa_backend("flashsdpa", strict=True):
+        assert explain(*inputs).selection == "flashsdpa (strict), scope of this thread"
+    with pytest.raises(ValueError, match="backend is 'fast'"):
+        explain(*inputs, backend="fast")
+
+
+def test_plan_counts_granules():
+    explanation = explain(*make(), MASK, backend="flashsdpa")
+    shares = explanation.plan()  # 3 x 3 granules, causal; the last one is a corner of 2 x 2 scores
+    assert shares.counts == {"empty": 3, "full": 3, "mixed": 3}
+    assert shares.classes() == [[2, 0, 0], [1, 2, 0], [1, 1, 2]]
+    assert str(shares) == "empty 33.3%, full 33.3%, mixed 33.3%"
+
+
+def test_plan_needs_values():
+    with pytest.raises(ValueError, match="no attn_mask"):
+        explain(*make()).plan()
+    with pytest.raises(ValueError, match="attn_mask is a meta tensor without values"):
+        explain(*make(device="meta"), MASK.to("meta")).plan()
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = explain(*make(), MASK).plot(tmp_path / "plan.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+class Texts(TestCase):
+    """The layout of the reports, on answers that do not depend on the machine."""
+
+    def test_explanation_served(self):
+        text = report.Explanation(
+            chosen="flashsdpa_fwd_cpu_avx2",
+            reasons=[],
+            candidates=[
+                {"kernel": "flashsdpa_fwd_cpu_avx2", "passes": ("forward",), "reasons": []},
+                {"kernel": "flashsdpa_fwd_cpu_amx", "passes": ("forward",), "reasons": ["amx is not available on this machine"]},
+                {"kernel": "flashsdpa_decode_cpu_avx2", "passes": ("decode",), "reasons": ["too many rows", "too wide"]},
+            ],
+            config={"isa": "avx2", "block_m": "64", "block_n": "128", "schedule": "online softmax", "copies": ["key"]},
+            call="scaled_dot_product_attention  q (1, 2, 8, 16) k (1, 2, 8, 16) v (1, 2, 8, 16), float32 cpu, causal",
+            selection="auto, default of the process",
+        )
+        self.assertExpectedInline(
+            str(text),
+            """\
+scaled_dot_product_attention  q (1, 2, 8, 16) k (1, 2, 8, 16) v (1, 2, 8, 16), float32 cpu, causal
+  selection   auto, default of the process
+  chosen      flashsdpa_fwd_cpu_avx2
+  tile        64 queries x 128 keys
+  isa         avx2
+  schedule    online softmax
+  copies      key
+  others
+    flashsdpa_fwd_cpu_amx      amx is not available on this machine
+    flashsdpa_decode_cpu_avx2  too many rows; too wide""",
+        )
+
+    def test_explanation_of_a_refusal(self):
+        text = report.Explanation("stock", ["dropout_p is 0.1", "head_dim is 300"], [], {"copies": []}, "call", "auto")
+        self.assertExpectedInline(
+            str(text),
+            """\
+call
+  selection   auto
+  chosen      stock
+  because     dropout_p is 0.1
+              head_dim is 300""",
+        )
+
+    def test_diagnosis(self):
+        text = _doctor.Diagnosis(
+            version="1.2.3", facts={"torch": "2.13.0, CPU build", "binding": "not loaded"},
+            problems=["no binding for torch2.13.0-cp311"], notes=["a note"], kernels=[], status={},
+        )  # fmt: skip
+        self.assertExpectedInline(
+            str(text),
+            """\
+torch_flashsdpa 1.2.3
+  torch        2.13.0, CPU build
+  binding      not loaded
+
+problems
+  x no binding for torch2.13.0-cp311
+
+notes
+  - a note
+
+attention stays stock until this is mended""",
+        )
+
+    def test_recorders_table(self):
+        recorder = report.Recorder()
+        self.assertExpectedInline(str(recorder), """no call of scaled_dot_product_attention was seen""")
+        event = {
+            "kind": "decision", "phase": "eager", "op": "sdpa", "kernel": "stock", "shape_q": (1, 2, 8, 16),
+            "shape_k": (1, 2, 9, 16), "shape_v": (1, 2, 9, 16), "dtype": "float32", "device": "cpu", "mask": "(8, 9) bool",
+            "is_causal": False, "reasons": ["dropout_p is 0.1"],
+        }  # fmt: skip
+        recorder(event)
+        recorder(event)
+        recorder(event | {"kind": "launch", "op": "forward", "kernel": "flashsdpa_fwd_cpu", "mask": None, "reasons": []})
+        self.assertExpectedInline(
+            str(recorder),
+            """\
+count  what            kernel             call                                                                            reasons
+2      decision eager  stock              q (1, 2, 8, 16) k (1, 2, 9, 16) v (1, 2, 9, 16), float32 cpu, mask (8, 9) bool  dropout_p is 0.1
+1      launch forward  flashsdpa_fwd_cpu  q (1, 2, 8, 16) k (1, 2, 9, 16) v (1, 2, 9, 16), float32 cpu""",
+        )
+
+
+# --- record_dispatch and the log --------------------------------------------------------------------------------------
+
+
+def _decisions(recorder):
+    return [(row["kernel"] == "stock", row["phase"], row["count"]) for row in recorder.rows if row["kind"] == "decision"]
+
+
+def test_record_dispatch_counts_decisions_and_launches():
+    inputs = make(grad=True)
+    enable("flashsdpa")
+    F.scaled_dot_product_attention(*inputs)  # before: not seen
+    with record_dispatch() as outer:
+        with record_dispatch() as inner:
+            for _ in range(3):
+                F.scaled_dot_product_attention(*inputs)
+        F.scaled_dot_product_attention(*inputs, dropout_p=0.1)
+        F.scaled_dot_product_attention(*inputs).sum().backward()
+    F.scaled_dot_product_attention(*inputs)  # after: not seen
+    assert _decisions(inner) == [(False, "eager", 3)]
+    assert sorted(_decisions(outer)) == [(False, "eager", 4), (True, "eager", 1)]
+    launches = {row["op"]: row["count"] for row in outer.rows if row["kind"] == "launch"}
+    assert sum(launches.values()) >= 5 and any("backward" in op for op in launches)
+    refused = next(row for row in outer.rows if row["kernel"] == "stock")
+    assert refused["reasons"] == ["dropout_p is 0.1; flashsdpa kernels take 0.0"]
+    assert refused["shape_q"] == (1, 2, 130, 16) and refused["dtype"] == "float32" and refused["device"] == "cpu"
+    assert "dropout_p is 0.1" in outer.table()
+
+
+def test_record_dispatch_of_compiled_code():
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="aot_eager")
+    x = torch.randn(1, 2, 8, 8)
+    enable("flashsdpa")
+    with record_dispatch() as seen:
+        compiled(x)
+        compiled(x)
+    assert {phase for _, phase, _ in _decisions(seen)} == {"traced"}
+    assert [row["count"] for row in seen.rows if row["kind"] == "launch"] == [2]
+
+
+def test_record_dispatch_of_the_explicit_function():
+    with record_dispatch() as seen:
+        torch_flashsdpa.attention(*make())
+    assert [(row["kind"], row["count"]) for row in seen.rows] == [("launch", 1)]
+
+
+@pytest.fixture
+def quiet_log():
+    yield
+    report.log("off")
+
+
+@pytest.mark.parametrize("level, kinds", [("off", []), ("decisions", ["eager"]), ("launches", ["eager", "launch"])])
+def test_log_levels(caplog, quiet_log, level, kinds):
+    enable("flashsdpa")
+    report.log(level)
+    with caplog.at_level(logging.INFO, logger="torch_flashsdpa"):
+        F.scaled_dot_product_attention(*make())
+    assert [record.getMessage().split(maxsplit=1)[0].rstrip(":") for record in caplog.records] == kinds
+
+
+def test_log_of_a_refusal(caplog, quiet_log):
+    enable("flashsdpa")
+    report.log("decisions")
+    with caplog.at_level(logging.INFO, logger="torch_flashsdpa"):
+        F.scaled_dot_product_attention(*make(), dropout_p=0.1)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "-> stock (dropout_p is 0.1; flashsdpa kernels take 0.0)" in message
+
+
+@pytest.mark.parametrize("value, expected", [("decisions", "-> flashsdpa_fwd"), ("loud", "log level is 'loud'")])
+def test_log_from_the_environment(run_python, value, expected):
+    run_python(
+        "import torch, torch_flashsdpa as t; t.enable('flashsdpa'); x = torch.randn(1, 1, 40, 8)\n"
+        "torch.nn.functional.scaled_dot_product_attention(x, x, x)",
+        env={"TORCH_FLASHSDPA_LOG": value},
+    )
+    assert expected in run_python.stderr
+
+
+# --- profiler ---------------------------------------------------------------------------------------------------------
+
+
+def test_assert_kernel():
+    inputs = make(grad=True)
+    with sdpa_backend("flashsdpa"):
+        with profiler.assert_kernel("flashsdpa_fwd", times=2):
+            outs = [F.scaled_dot_product_attention(*inputs) for _ in range(2)]
+        with profiler.assert_kernel("flashsdpa_bwd"):
+            outs[0].sum().backward()
+        with pytest.raises(AssertionError, match=r"flashsdpa_fwd\* ran 1 times, expected 2 times"):
+            with profiler.assert_kernel("flashsdpa_fwd", times=2):
+                F.scaled_dot_product_attention(*inputs)
+    with pytest.raises(AssertionError, match="kernels seen: none"), profiler.assert_kernel("flashsdpa_fwd"):
+        F.scaled_dot_product_attention(*inputs)
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_is_content_with_a_working_installation():
+    diagnosis = torch_flashsdpa.doctor()
+    assert diagnosis.healthy, str(diagnosis)
+    assert diagnosis["facts"]["self-test"] == "a small call agrees with float64"
+    assert diagnosis["facts"]["selection"] == "stock, default of the process; router not installed" or diagnosis["status"]["router"]
+    assert diagnosis["kernels"] and any("fast path" in note for note in diagnosis["notes"])
+
+
+def test_doctor_notices_a_kernel_that_computes_wrongly(monkeypatch):
+    import torch_flashsdpa._attention as module
+
+    right = module.attention
+    monkeypatch.setattr(module, "attention", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
+    diagnosis = torch_flashsdpa.doctor()
+    assert not diagnosis.healthy
+    assert "off by" in str(diagnosis)
+
+
+def test_doctor_notes_a_restricted_torch():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert any("limited to math" in note for note in torch_flashsdpa.doctor()["notes"])
+
+
+# --- merge_partials ---------------------------------------------------------------------------------------------------
+
+
+def test_merge_partials_equals_attention_over_all_keys():
+    q, k, v = make(2, 3, 9, 16)
+    whole, lse = torch_flashsdpa.attention(q, k, v, return_lse=True)
+    parts = [torch_flashsdpa.attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(4), slice(4, None))]
+    out, merged = torch_flashsdpa.merge_partials(*parts[0], *parts[1])
+    torch.testing.assert_close((out, merged), (whole, lse))
+
+
+def test_merging_an_empty_partial_changes_no_bit():
+    q, k, v = make(2, 3, 9, 16)
+    out, lse = torch_flashsdpa.attention(q, k, v, return_lse=True)
+    nothing, no_lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    for arguments in ((out, lse, nothing, no_lse), (nothing, no_lse, out, lse)):
+        merged_out, merged_lse = torch_flashsdpa.merge_partials(*arguments)
+        assert torch.equal(merged_out, out) and torch.equal(merged_lse, lse)
+    empty_out, empty_lse = torch_flashsdpa.merge_partials(nothing, no_lse, nothing, no_lse)
+    assert torch.equal(empty_out, nothing) and torch.equal(empty_lse, no_lse)

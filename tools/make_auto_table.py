@@ -1,0 +1,45 @@
+"""Make the table of "auto", torch_flashsdpa/data/auto_table.json, from the recorded runs in benchmarks/results.
+
+Each row of ours with a measured ratio becomes one row; where runs repeat a cell, the lowest ratio counts, so that a call
+is only routed where no run has seen stock win. For masked calls the worst of the recorded masks stands for its shape.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = ROOT / "torch_flashsdpa" / "data" / "auto_table.json"
+
+
+def table_rows(runs):
+    """The table's rows of these runs (parsed JSON documents), sorted."""
+    lowest = {}
+    for run in runs:
+        for row in run["rows"]:
+            if row.get("impl") != "flashsdpa" or "ratio" not in row or row["section"] == "memory":
+                continue
+            shape = row["shape"]
+            key = (row["isa"], row["dtype"], shape["kind"], row["pass"] == "fwd+bwd",
+                   shape["dim"], shape["seq_q"], shape["seq_k"])  # fmt: skip
+            lowest[key] = min(row["ratio"], lowest.get(key, row["ratio"]))
+    names = ("isa", "dtype", "kind", "grad", "dim", "seq_q", "seq_k")
+    return [{"device": "cpu", **dict(zip(names, key)), "ratio": round(lowest[key], 3)} for key in sorted(lowest)]
+
+
+def main():
+    paths = sorted(RESULTS.glob("*-cpu.json"))
+    if not paths:
+        print(f"no recorded CPU runs in {RESULTS}; make one with `python benchmarks/cpu.py --grid auto`")
+        return 1
+    rows = table_rows([json.loads(path.read_text()) for path in paths])
+    text = ",\n".join("  " + json.dumps(row) for row in rows)
+    sources = json.dumps([path.name for path in paths])
+    TABLE.write_text(f'{{\n "made_from": {sources},\n "rows": [\n{text}\n ]\n}}\n')
+    print(f"{len(rows)} rows from {len(paths)} runs -> {TABLE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

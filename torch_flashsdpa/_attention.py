@@ -1,0 +1,147 @@
+"""The explicit functions: attention() with our extras, plans made ahead of time, and the merging of partial results."""
+
+import torch
+
+from ._loader import binding
+
+
+def attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    window=(-1, -1),
+    bottom_right=False,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    return_lse=False,
+    mask_plan=None,
+    deterministic=None,
+    batch_invariant=False,
+):
+    """scaled_dot_product_attention by our kernels, whatever is selected for F.scaled_dot_product_attention.
+
+    Args:
+        query: (..., heads_q, seq_q, dim), float32, bfloat16, float16 or float64; any leading axes, or none.
+        key: (..., heads_kv, seq_k, dim); value: (..., heads_kv, seq_k, dim_v), both of query's dtype and device.
+        attn_mask: broadcastable to (..., heads_q, seq_q, seq_k); bool, where True takes part, or additive in float32 or
+            query's dtype. Its gradient is computed where it requires one.
+        dropout_p, is_causal, scale, enable_gqa: as in SDPA. is_causal is top-left aligned.
+        window: (left, right), in keys: key j is seen by query i when i - left <= j <= i + right; -1 is open.
+        bottom_right: align is_causal and window to the last key instead of the first, an offset of seq_k - seq_q.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32. sinks: (heads_q,) float32, one logit per head that takes
+            weight and gives no value.
+        return_lse: also return the log-sum-exp of the scaled scores, with a gradient.
+        mask_plan: plan_mask(attn_mask), to plan a mask once for many calls.
+        deterministic: bitwise equal gradients in every run; None asks torch.are_deterministic_algorithms_enabled().
+        batch_invariant: a sequence's result does not depend on its batch.
+
+    Returns:
+        out (..., heads_q, seq_q, dim_v), in query's layout and dtype; with return_lse also lse (..., heads_q, seq_q),
+        float32 natural logarithm (float64 for float64 inputs), -inf for a row without an allowed key.
+
+    Raises RuntimeError, naming every argument that our kernels do not take, and where the compiled binding is missing.
+    """
+    binding()  # the ops exist once it is loaded
+    ops = torch.ops.flashsdpa
+    lead = _check_ranks(query, key, value)
+    if key.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+        raise RuntimeError(
+            f"query has {query.shape[-3]} heads, key {key.shape[-3]}; give equal counts, or enable_gqa=True and a multiple"
+        )
+    mask = None if attn_mask is None else _mask_to_4d(attn_mask, lead)
+    if mask is not None and mask_plan is None and _pays_to_plan(query, key):
+        mask_plan = ops.mask_plan(mask.detach())
+    out, lse = ops.forward(
+        _to_4d(query),
+        _to_4d(key),
+        _to_4d(value),
+        attn_mask=mask,
+        mask_plan=mask_plan,
+        rng_state=ops.rng_state(query.device) if dropout_p > 0.0 else None,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        bottom_right=bottom_right,
+        scale=scale,
+        window_left=window[0],
+        window_right=window[1],
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        batch_invariant=batch_invariant,
+    )
+    if query.dim() != 4:
+        out = out.reshape(*query.shape[:-1], value.shape[-1])
+        lse = lse.reshape(query.shape[:-1])
+    return (out, lse) if return_lse else out
+
+
+def plan_mask(attn_mask):
+    """Classify every 64 x 64 granule of a mask as empty, full or mixed, for the mask_plan argument of attention().
+
+    Args:
+        attn_mask: (..., seq_q|1, seq_k|1) with up to 4 axes, as given to attention(); it must not change afterwards.
+    Returns:
+        An opaque int32 tensor on the mask's device. Raises RuntimeError where the compiled binding is missing.
+    """
+    binding()
+    if attn_mask.dim() > 4:
+        raise RuntimeError(f"attn_mask has {attn_mask.dim()} axes; plan_mask takes up to 4: (batch, heads, seq_q, seq_k)")
+    return torch.ops.flashsdpa.mask_plan(_mask_to_4d(attn_mask.detach(), ()))
+
+
+def merge_partials(out1, lse1, out2, lse2):
+    """Merge attention over two disjoint sets of keys into attention over both.
+
+    Args:
+        out1, out2: (..., seq_q, dim_v), normalized within their own keys; lse1, lse2: (..., seq_q), natural logarithm.
+    Returns:
+        (out, lse) in the dtypes of out1 and lse1. An empty partial (lse -inf) leaves the other as it is, bit for bit.
+    """
+    top = torch.maximum(lse1, lse2)
+    base = torch.where(top == -torch.inf, 0.0, top)  # both empty: weights 0, not nan
+    weight1, weight2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
+    total = weight1 + weight2
+    share1, share2 = (torch.where(total > 0, w / total, 0.0).unsqueeze(-1) for w in (weight1, weight2))
+    out = out1.to(lse1.dtype) * share1 + out2.to(lse1.dtype) * share2
+    return out.to(out1.dtype), base + torch.log(total)
+
+
+def _check_ranks(query, key, value):
+    """The leading axes before (heads, length, head_dim)."""
+    ranks = query.dim(), key.dim(), value.dim()
+    if min(ranks) < 2 or len(set(ranks)) > 1:
+        raise RuntimeError(
+            f"query, key, value have {ranks[0]}, {ranks[1]}, {ranks[2]} axes; give equal counts, at least 2: "
+            "(..., heads, length, head_dim)"
+        )
+    return query.shape[:-3]
+
+
+def _to_4d(tensor):
+    if tensor.dim() == 4:
+        return tensor
+    if tensor.dim() < 4:
+        return tensor[(None,) * (4 - tensor.dim())]
+    return tensor.flatten(0, -4)
+
+
+def _mask_to_4d(mask, lead):
+    if mask.dim() <= 4:
+        return mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.flatten(0, -4)
+    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+
+
+def _pays_to_plan(query, key):
+    # The router's rule: with one granule of scores there is nothing to skip.
+    return query.shape[-2] > 64 or key.shape[-2] > 64

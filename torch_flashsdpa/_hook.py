@@ -1,0 +1,122 @@
+"""What the router asks Python, and only for tensors with the Python dispatch key: fake tensors while something is traced,
+and tensor subclasses. Never on the plain eager path.
+
+The answer also leaves two marks on the compilation that is under way: a Dynamo guard, so that the compiled function
+notices a changed selection, and a tag in torch's cache key, so that another process does not load our choice from disk.
+"""
+
+import contextlib
+import contextvars
+import threading
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from . import __version__, _dynamo_compat, _loader, auto_table
+
+STOCK = 0
+SCOPE_KEY = "flashsdpa.scope"  # in torch's thread-local object store, where the router looks
+# Other subclasses (DTensor, jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass.
+SERVED_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+_export_routed = contextvars.ContextVar("flashsdpa_export_routed", default=False)
+
+
+@contextlib.contextmanager
+def route_in_export():
+    """Let programs exported inside this context hold flashsdpa::forward instead of PyTorch's own SDPA.
+
+    Such a program needs torch_flashsdpa where it is loaded. Outside of it an exported program stays stock.
+    """
+    token = _export_routed.set(True)
+    try:
+        yield
+    finally:
+        _export_routed.reset(token)
+
+
+class Selector:
+    """This thread's selection as an attribute for Dynamo to guard on. A guard on a plain module variable could not see
+    a scope that belongs to one thread."""
+
+    @property
+    def current(self):
+        """Everything outside a traced function on which it depends whether ours serves in it, as one string."""
+        _C = _loader.binding()
+        backend, strict, _ = _C.current_selection()
+        return f"{backend}{'!' if strict else ''}{'' if _C.stock_only() is None else ' stock'}"
+
+
+selector = Selector()
+_run_time = threading.local()  # .previous: the scopes that graphs run as they stand have replaced on this thread
+
+
+def push(backend, strict):
+    """Open a scope inside a graph. While compiling, the graph's compilation owns it, so that nothing leaks when tracing
+    is abandoned; a graph that is run as it stands (backend="eager") opens a scope of the thread."""
+    context = _dynamo_compat.tracing_context()
+    token = _loader.binding().scope_token(backend, strict)
+    if context is not None:
+        context.__dict__.setdefault("flashsdpa_scopes", []).append(token)
+    else:
+        _run_time.__dict__.setdefault("previous", []).append(swap_scope(token))
+
+
+def pop():
+    """Close the scope that the last push() opened."""
+    context = _dynamo_compat.tracing_context()
+    if context is not None:
+        context.flashsdpa_scopes.pop()
+    else:
+        swap_scope(_run_time.previous.pop())
+
+
+def swap_scope(token):
+    """Put `token` (from _C.scope_token or _C.scope_none) in force on this thread; returns the one it replaces."""
+    if torch._C._is_key_in_tls(SCOPE_KEY):
+        previous = torch._C._get_obj_in_tls(SCOPE_KEY)
+    else:
+        previous = _loader.binding().scope_none()
+    torch._C._stash_obj_in_tls(SCOPE_KEY, token)
+    return previous
+
+
+@contextlib.contextmanager
+def _scope(token):
+    previous = swap_scope(token)
+    try:
+        yield
+    finally:
+        swap_scope(previous)
+
+
+def answer(query, key, value, attn_mask):
+    """The router's question: (backend, strict) for these tensors. Backend 0 leaves the call to stock PyTorch; the answer
+    is final about torch's own backend settings too."""
+    context = _dynamo_compat.tracing_context()
+    in_graph = getattr(context, "flashsdpa_scopes", None)
+    if not in_graph:
+        _dynamo_compat.install_guard(__name__, "selector", "current")
+    if context is not None:
+        _dynamo_compat.set_cache_tag(f"{__version__} {auto_table.digest()} {selector.current}")
+    _C = _loader.binding()
+    with _scope(in_graph[-1]) if in_graph else contextlib.nullcontext():
+        backend, strict, _ = _C.current_selection()
+        reason = _C.stock_only() or refusal(query, key, value, attn_mask)
+    if backend == STOCK or reason is None:
+        return backend, strict
+    if strict:
+        raise RuntimeError(f"flashsdpa cannot serve this call and strict=True forbids the fallback to stock: {reason}")
+    return STOCK, strict
+
+
+def refusal(query, key, value, attn_mask):
+    """Why tensors of these types, or this tracer, stay with stock PyTorch; None if they need not."""
+    if torch.compiler.is_exporting() and not _export_routed.get():
+        return "torch.export keeps PyTorch's own op; export inside torch_flashsdpa.route_in_export() to route"
+    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    for name, tensor in named.items():
+        if tensor is not None and type(tensor) not in SERVED_TYPES:
+            return f"{name} is a {type(tensor).__name__}; tensor subclasses are served by stock PyTorch"
+    return None

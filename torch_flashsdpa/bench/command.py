@@ -1,0 +1,82 @@
+"""The benchmark as a command: `python -m torch_flashsdpa bench` and benchmarks/cpu.py."""
+
+import argparse
+from pathlib import Path
+
+from .cases import GRIDS
+
+
+def add_arguments(parser, grid):
+    parser.add_argument("--grid", choices=sorted(GRIDS), default=grid, help=f"which cases to run (default {grid})")
+    parser.add_argument("--only", metavar="TEXT", help='run the cells whose "section case dtype pass" holds TEXT')
+    parser.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads(N); default: torch's own")
+    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="interleaved repetitions per cell (default 20)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the JSON record and the plot")
+    parser.add_argument("--no-plot", action="store_true", help="write no PNG")
+
+
+def _progress(cells):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=cells, unit="cell", dynamic_ncols=True)
+
+
+def run(options, default_out=Path("flashsdpa-bench")):
+    """Measure, print the table, write JSON and PNG; returns the exit code: 1 where a cell failed."""
+    import torch
+
+    from .. import _loader
+    from .._doctor import cpu_isa
+    from . import measure, output
+
+    library = _loader.load()
+    if library.module is None:
+        print(f"bench needs our kernels: {library.problem}")
+        return 1
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    cases = GRIDS[options.grid]()
+    if options.only:
+        cases = [c for c in cases if options.only in f"{c.section} {c.name} {c.dtype} {c.pass_name}"]
+    if not cases:
+        print(f"no cell of the grid {options.grid!r} holds {options.only!r}")
+        return 1
+    isa = cpu_isa(library.module.kernel_table())
+    rows = []
+    bar = _progress(len(cases))
+    if any(case.section == "decode" for case in cases):
+        gbps = measure.read_bandwidth()
+        rows.append({"group": "cpu", "section": "decode", "case": "read bandwidth", "impl": "read", "gbps": gbps})
+    for case in cases:
+        if bar is not None:
+            bar.set_description(f"{case.name} {case.dtype} {case.pass_name}")
+        rows += measure.measure(case, options.pairs)
+        if bar is not None:
+            bar.update()
+    if bar is not None:
+        bar.close()
+
+    result = output.record(rows, isa)
+    print(f"\ntorch {result['torch']}, {result['machine']}, {options.pairs} interleaved pairs, median\n")
+    print(output.table(rows))
+    stem = (options.out or default_out) / output.file_stem(result)
+    output.write_json(result, stem.with_name(stem.name + ".json"))
+    print(f"\nrecord  {stem}.json")
+    if not options.no_plot:
+        try:
+            output.plot(result, stem.with_name(stem.name + ".png"))
+            print(f"plot    {stem}.png")
+        except ImportError:
+            print("plot    none: install matplotlib for it")
+    failed = [row for row in rows if row.get("note", "").startswith("failed")]
+    for row in failed:
+        print(f"FAILED  {row['case']} {row['dtype']} {row['pass']}: {row['note']}")
+    return 1 if failed else 0
+
+
+def main(arguments=None, grid="cpu", default_out=Path("flashsdpa-bench")):
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser, grid)
+    return run(parser.parse_args(arguments), default_out)

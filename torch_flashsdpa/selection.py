@@ -1,0 +1,198 @@
+"""Which implementation serves scaled_dot_product_attention: a default of the process, and scopes of a thread.
+
+The C++ router reads both without Python. Compiled functions are guarded on the selection that they were traced under
+(see _hook.py), so a toggle is noticed by code that was compiled before it.
+"""
+
+import contextlib
+import threading
+import warnings
+
+import torch
+
+from . import _dynamo_compat, _hook, _loader
+from ._hook import route_in_export
+
+__all__ = ["enable", "disable", "sdpa_backend", "is_enabled", "status", "route_in_export", "restore_point"]
+
+NAMES = ("stock", "flashsdpa", "auto")  # the index is the number that the router knows
+_lock = threading.RLock()
+_reset_due = False  # the router came in while a function was being compiled
+
+
+def number(backend):
+    """The router's number for a backend's name; ValueError for an unknown one."""
+    try:
+        return NAMES.index(backend)
+    except ValueError:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, NAMES))}") from None
+
+
+def _library_or_warn(strict, stacklevel):
+    """torch_flashsdpa._C, or None with a warning: a missing binding leaves SDPA stock. In strict mode it is an error."""
+    library = _loader.load()
+    if library.module is None:
+        text = f"torch_flashsdpa: {library.problem}; scaled_dot_product_attention stays stock"
+        if strict:
+            raise RuntimeError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+    return library.module
+
+
+def _install(_C, tracing=False):
+    """Put the router in place. Functions compiled before it carry no guard on our selection, so they are dropped; while
+    Dynamo is at work on this thread (tracing) that waits for the next call."""
+    global _reset_due
+    with _lock:
+        if not _C.router_installed():
+            _C.install_router()
+            _reset_due = True
+        if _reset_due and not tracing:
+            _reset_due = False
+            _dynamo_compat.drop_compiled_code()
+
+
+def _set_default(_C, backend, strict):
+    with _lock:
+        changed = _C.get_default() != (backend, strict)
+        _C.set_default(backend, strict)
+    if changed and not _dynamo_compat.can_guard():
+        _dynamo_compat.drop_compiled_code()
+
+
+def enable(backend="auto", strict=False):
+    """Serve F.scaled_dot_product_attention with our kernels, in the whole process.
+
+    Args:
+        backend: "auto" serves the calls that our kernels support and that were measured faster than stock PyTorch,
+            "flashsdpa" all calls that they support, "stock" none.
+        strict: raise an error that lists every reason where a call would otherwise go to stock PyTorch because our
+            kernels do not support it.
+
+    Where the compiled binding is missing or does not fit the installed torch this warns, in one line, and SDPA stays
+    stock (strict: RuntimeError). Raises ValueError for an unknown backend. Every caller is served from then on, code
+    that was compiled earlier too. A thread's sdpa_backend() scope has precedence.
+    """
+    chosen = number(backend)
+    _C = _library_or_warn(strict and chosen, stacklevel=3)
+    if _C is None:
+        return
+    if chosen:
+        _install(_C)
+    _set_default(_C, chosen, bool(strict))
+
+
+def disable():
+    """Undo enable(): from now on stock PyTorch serves outside of sdpa_backend() scopes.
+
+    torch's own kernel is put back into the dispatcher unless code may have been compiled; then the router stays,
+    answers "stock", and compiled functions keep what they compiled for both selections.
+    """
+    _C = _loader.load().module
+    if _C is None:
+        return
+    with _lock:
+        _set_default(_C, 0, False)
+        if _C.router_installed() and not _dynamo_compat.dynamo_loaded() and not _open_scopes:
+            _C.remove_router()
+
+
+def restore_point():
+    """A function that brings back the process's selection of this moment."""
+    _C = _loader.load().module
+    backend, strict = _C.get_default() if _C is not None else (0, False)
+
+    def restore():
+        if backend:
+            enable(NAMES[backend], strict)
+        else:
+            disable()
+
+    return restore
+
+
+# Scopes open now, over all threads. A list used as a counter: append and pop are atomic.
+_open_scopes = []
+
+
+@_dynamo_compat.constant_for_dynamo
+def _prepare_graph_scopes():
+    """Run by Dynamo when it meets sdpa_backend() inside a function that it compiles."""
+    _dynamo_compat.allow_in_graph(_hook.push, _hook.pop)
+    _C = _loader.load().module
+    if _C is not None:
+        _install(_C, tracing=True)
+    return _C is not None
+
+
+@contextlib.contextmanager
+def sdpa_backend(backend, strict=False):
+    """Select who serves scaled_dot_product_attention inside a `with` block or a decorated function, on this thread.
+
+    Args:
+        backend, strict: as for enable().
+
+    Nests, is undone on exceptions, works inside and outside functions given to torch.compile, and holds for a
+    backward() called inside it. An inner sdpa_backend() has precedence over torch.nn.attention.sdpa_kernel outside it.
+    A checkpoint whose forward ran inside and whose backward runs outside recomputes with the outer selection; torch
+    raises CheckpointError if that differs.
+    """
+    chosen = number(backend)
+    if torch.compiler.is_dynamo_compiling():
+        if not _prepare_graph_scopes():
+            yield
+            return
+        _hook.push(chosen, strict)
+        try:
+            yield
+        finally:
+            _hook.pop()
+        return
+    _C = _library_or_warn(strict and chosen, stacklevel=4)
+    if _C is None:
+        yield
+        return
+    if chosen and (_reset_due or not _C.router_installed()):
+        _install(_C)
+    # As _hook.swap_scope(), spelled out: after a graph break Dynamo would compile a call of that function and take the
+    # store's functions for part of the graph. It never compiles a generator by itself.
+    key = _hook.SCOPE_KEY
+    previous = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else _C.scope_none()
+    _open_scopes.append(None)
+    torch._C._stash_obj_in_tls(key, _C.scope_token(chosen, bool(strict)))
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(key, previous)
+        _open_scopes.pop()
+
+
+def is_enabled():
+    """Whether a call of F.scaled_dot_product_attention on this thread may be served by our kernels now."""
+    _C = _loader.load().module
+    return _C is not None and _C.router_installed() and _C.current_selection()[0] != 0
+
+
+def status():
+    """How things stand on this thread, as a dict.
+
+    enabled (bool); backend and strict in force; default and default_strict of the process; scoped (bool: a scope
+    decides); router (bool: in the dispatcher); stock_only (why torch's own backend choice leaves calls to stock now, or
+    None); problem (why there is no binding, or None); dispatch ({dispatch key: registration} of
+    aten::scaled_dot_product_attention, to see who else overrides it).
+    """
+    library = _loader.load()
+    _C = library.module
+    result = {"enabled": is_enabled(), "problem": library.problem}
+    backend, strict, scoped = _C.current_selection() if _C else (0, False, False)
+    default, default_strict = _C.get_default() if _C else (0, False)
+    return result | {
+        "backend": NAMES[backend],
+        "strict": strict,
+        "scoped": scoped,
+        "default": NAMES[default],
+        "default_strict": default_strict,
+        "router": bool(_C and _C.router_installed()),
+        "stock_only": _C.stock_only() if _C else None,
+        "dispatch": _dynamo_compat.dispatch_kernels(),
+    }
