@@ -4,11 +4,13 @@
     python benchmarks/cpu.py --grid auto --pairs 7 --no-plot    # the runs that the table of "auto" is made from
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("torch_flashsdpa") is None:  # not installed: the checkout serves
+    sys.path.append(str(ROOT))
 
 from torch_flashsdpa.bench.command import main  # noqa: E402
 

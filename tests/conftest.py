@@ -1,14 +1,17 @@
-"""What all tests share: the checkout is importable, compiled code is cached in a folder of this session, and each test
-starts and ends with stock attention."""
+"""What all tests share: the package (an installed one first, else the checkout) and the helpers of this folder are
+importable, compiled code is cached in a folder of this session, and each test ends with stock attention."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+TESTS = Path(__file__).resolve().parent
+sys.path.append(str(TESTS))
+if importlib.util.find_spec("torch_flashsdpa") is None:
+    sys.path.append(str(TESTS.parent))
 # A cache left by an earlier session must not stand for what this one compiles.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="flashsdpa-inductor-"))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
@@ -19,6 +22,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import torch_flashsdpa  # noqa: E402
+
+PACKAGE_ROOT = Path(torch_flashsdpa.__file__).resolve().parent.parent
 
 
 def pytest_sessionstart(session):
@@ -53,11 +58,12 @@ def routed():
 def run_python(tmp_path):
     """run_python(code, env={...}): the standard output of a fresh Python; fails the test if that exits with an error.
 
-    The package comes from `package_root` (the checkout by default); with entry_point=True torch finds its entry point.
+    The package comes from `package_root` (that of this session by default); with entry_point=True torch finds its entry
+    point although it may not be installed.
     """
 
-    def run(code, env=None, package_root=ROOT, entry_point=False, check=True):
-        paths = [str(package_root), str(ROOT / "tests")]
+    def run(code, env=None, package_root=PACKAGE_ROOT, entry_point=False, check=True):
+        paths = [str(package_root)]
         if entry_point:
             info = tmp_path / "site" / "torch_flashsdpa-0.dist-info"
             info.mkdir(parents=True, exist_ok=True)

@@ -169,7 +169,8 @@ def math_path(x, call):
     elif mask is not None or not keep.all():
         mask = keep
     scale = call.scale_for(x.q.size(3))
-    out, _ = torch.ops.aten._scaled_dot_product_attention_math(*leaves[:3], mask, scale=scale, enable_gqa=True)
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(*leaves[:3], mask, scale=scale,
+                                                                 enable_gqa=x.q.size(1) != x.k.size(1))
     lse_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     inputs = [t.to(lse_type) for t in leaves[:3]]
     wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.to(lse_type)
@@ -178,30 +179,33 @@ def math_path(x, call):
 
 
 def largest_terms(x, call, want):
-    """For each output the largest sum of absolute terms: what one rounding of the accumulator is relative to, where
-    the terms cancel (a single key has dq = 0 as a difference of two dot products)."""
+    """({output: terms}, {gradient: delta terms}): the largest sums of absolute terms behind each output.
+
+    One rounding of the accumulator is relative to the terms where they cancel: a single key has dq = 0 as a difference
+    of two dot products. The delta terms are the share of sum(grad_out * out), which the backward makes from out as stored.
+    """
     group = x.q.size(1) // max(x.k.size(1), 1)
-    q, k, v = (t.detach().double().abs() for t in (x.q, x.k, x.v))
+    q, k, v = (t.detach().double() for t in (x.q, x.k, x.v))
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    scale = abs(call.scale_for(x.q.size(3)))
-    mask = None if x.mask is None or x.mask.dtype == torch.bool else x.mask.detach().double()
-    keep = keep_of(x, call)
-    signed_k = x.k.detach().double().repeat_interleave(group, dim=1)
-    scores = (x.q.detach().double() @ signed_k.transpose(-1, -2)) * call.scale_for(x.q.size(3))
-    scores = scores if mask is None else scores + mask
+    keep, scale = keep_of(x, call), call.scale_for(x.q.size(3))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if x.mask is not None and x.mask.is_floating_point():
+        scores = scores + x.mask.detach().double()
     weights = torch.where(keep, (torch.where(keep, scores, -INF) - want.lse[..., None]).exp(), 0.0)
-    terms = {"out": weights @ v}
+    q, k, v, scale = q.abs(), k.abs(), v.abs(), abs(scale)
+    terms, delta_terms = {"out": weights @ v}, {}
     if x.grad_out is not None:
         grad = x.grad_out.double().abs()
-        slope = grad @ v.transpose(-1, -2) + (grad * want.out.abs()).sum(-1, keepdim=True)
+        delta = (grad * want.out.abs()).sum(-1, keepdim=True)
+        slope = grad @ v.transpose(-1, -2) + delta
         if x.grad_lse is not None:
             slope = slope + x.grad_lse.double().abs()[..., None]
-        score_grad = weights * slope
-        terms |= {"dq": scale * score_grad @ k, "dk": scale * score_grad.transpose(-1, -2) @ q,
-                  "dv": weights.transpose(-1, -2) @ grad, "dmask": score_grad}
-        if x.mask_grad:
-            terms["dmask"] = score_grad.sum_to_size(x.mask.shape)
-    return {name: t[t.isfinite()].max().item() if t.isfinite().any() else 0.0 for name, t in terms.items()}
+        terms["dv"] = weights.transpose(-1, -2) @ grad
+        for sums, score_grad in ((terms, weights * slope), (delta_terms, weights * delta)):
+            sums["dq"] = scale * score_grad @ k
+            sums["dk"] = scale * score_grad.transpose(-1, -2) @ q
+            sums["dmask"] = score_grad.sum_to_size(x.mask.shape) if x.mask_grad else score_grad
+    return [{name: largest(t) for name, t in sums.items()} for sums in (terms, delta_terms)]
 
 
 def run_op(x, call):
@@ -234,6 +238,7 @@ def run_sdpa(x, call):
 def rounding_step(dtype, magnitude):
     """The distance of neighbouring numbers of dtype at this magnitude."""
     info = torch.finfo(dtype)
+    magnitude = min(magnitude, info.max)
     if magnitude < info.tiny:
         return info.tiny * info.eps
     return info.eps * 2.0 ** math.floor(math.log2(magnitude))
@@ -269,31 +274,34 @@ def largest(t):
     return t.abs().max().item() if t.numel() else 0.0
 
 
-def bound_for(name, dtype, want, yardstick, terms):
-    """Twice the yardstick's error, plus a rounding step of the output, plus one of the accumulator over the terms."""
+def bound_for(name, dtype, want, yardstick, terms, stored=0.0):
+    """Twice the yardstick's error, plus a rounding step of the output, plus one of the accumulator over the terms, plus
+    what the backward inherits from out and lse as they are stored."""
     if dtype == torch.float64:
         return 1e-12 * max(largest(want), terms)
     error = (yardstick.double() - want).abs()
     output = torch.float32 if name == "lse" else dtype
-    return 2 * largest(error) + rounding_step(output, largest(want)) + FLOAT32_EPS * terms
+    return 2 * largest(error) + rounding_step(output, largest(want)) + FLOAT32_EPS * terms + stored
 
 
 def check(x, call=Call(), run=run_op):
     """Runs the case and holds every output against the float64 reference. Returns our result."""
     poison_scratch(x.q.dtype)
-    got, want = run(x, call), reference(x, call)
-    assert got.out.dtype == x.q.dtype, f"out is {got.out.dtype}, q is {x.q.dtype}"
-    yardstick, terms = math_path(x, call), largest_terms(x, call, want)
     dtype = x.q.dtype
+    got, want = run(x, call), reference(x, call)
+    yardstick, (terms, delta_terms) = math_path(x, call), largest_terms(x, call, want)
+    assert got.out.dtype == dtype, f"out is {got.out.dtype}, q is {dtype}"
     compare("out", got.out, want.out, bound_for("out", dtype, want.out, yardstick.out, terms["out"]))
     if got.lse is not None:
         compare("lse", got.lse, want.lse, bound_for("lse", dtype, want.lse, yardstick.lse, 1.0))
     leaf_of = dict(dq=x.q, dk=x.k, dv=x.v, dmask=x.mask)
-    for name in got.grads:
-        assert got.grads[name] is not None, f"{name} is missing"
-        assert got.grads[name].dtype == leaf_of[name].dtype, f"{name} is {got.grads[name].dtype}"
-        bound = bound_for(name, leaf_of[name].dtype, want.grads[name], yardstick.grads[name], terms[name])
-        compare(name, got.grads[name], want.grads[name], bound)
+    lse_error = rounding_step(torch.float32, largest(want.lse)) / 2  # relative, of every weight
+    out_error = torch.finfo(dtype).eps / 2  # relative, of every element of out
+    for name, grad in got.grads.items():
+        kind = leaf_of[name].dtype
+        assert grad is not None and grad.dtype == kind, f"{name} is {grad if grad is None else grad.dtype}, want {kind}"
+        stored = lse_error * terms[name] + out_error * delta_terms.get(name, 0.0)
+        compare(name, grad, want.grads[name], bound_for(name, kind, want.grads[name], yardstick.grads[name], terms[name], stored))
     check_exact_zeros(x, call, got)
     return got
 
@@ -319,8 +327,9 @@ def _nan_inputs(dtype):
 
 def poison_scratch(dtype):
     """Leaves NaN in whatever scratch the kernels of dtype keep between calls."""
-    q, k, v = (t.detach().requires_grad_() for t in _nan_inputs(dtype))
-    ops().forward(q, k, v)[0].sum().backward()
+    with torch.enable_grad():
+        q, k, v = (t.detach().requires_grad_() for t in _nan_inputs(dtype))
+        ops().forward(q, k, v)[0].sum().backward()
 
 
 # --- the counting test ------------------------------------------------------------------------------------------------
@@ -354,7 +363,8 @@ def check_counting(batch, heads_q, heads_kv, seq_q, seq_k, dim, dtype, mask=None
     plan = ops().mask_plan(mask) if planned else None
     run = functools.partial(ops().forward, attn_mask=mask, mask_plan=plan, **call.op_arguments())
     group = heads_q // heads_kv
-    zeros_q, zeros_k = (torch.zeros(batch, h, s, dim, dtype=dtype) for h, s in ((heads_q, seq_q), (heads_kv, seq_k)))
+    dim_k = dim if backward else 8  # what the scores are made of is of no interest to the forward
+    zeros_q, zeros_k = (torch.zeros(batch, h, s, dim_k, dtype=dtype) for h, s in ((heads_q, seq_q), (heads_kv, seq_k)))
     keep = keep_of(Inputs(zeros_q, zeros_k, zeros_k, mask), call).expand(batch, heads_q, seq_q, seq_k)
     n = keep.sum(-1, keepdim=True).double()  # (B, Hq, Sq, 1)
     head_weight = 1.0 + torch.arange(heads_kv, dtype=torch.float64)[:, None, None]  # tells the kv heads apart

@@ -2,13 +2,16 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 
 from torch_flashsdpa import cli, demo
 from torch_flashsdpa.bench import cases, command, measure, output
+
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def tool(name):
@@ -65,7 +68,7 @@ def test_bench_writes_table_record_and_plot(capsys, tmp_path, monkeypatch):
     assert cli.main(["bench", "--grid", "small", "--pairs", "2", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "| D16 full B1 H8 S32 " in text and "12.5 GB/s" in text
-    (record,) = tmp_path.glob("*-cpu.json")
+    (record,) = tmp_path.glob("*-cpu-small.json")
     run = json.loads(record.read_text())
     assert {"machine", "driver", "torch", "cuda", "cudnn", "commit", "date", "clocks", "rows"} <= set(run)
     assert [(row["case"], row["impl"]) for row in run["rows"]] == [
@@ -79,7 +82,7 @@ def test_bench_writes_table_record_and_plot(capsys, tmp_path, monkeypatch):
     assert ours["pass"] == "fwd+bwd" and ours["ms"] > 0 and ours["tflops"] > 0 and ours["error"] < 1e-5
     assert ours["note"].startswith("flashsdpa_bwd_cpu") and ours["isa"] in ours["note"]
     assert run["rows"][4]["gbps"] > 0
-    assert list(tmp_path.glob("*-cpu.png"))
+    assert list(tmp_path.glob("*-cpu-small.png"))
 
 
 def test_bench_reports_a_wrong_kernel_instead_of_its_time(capsys, tmp_path, monkeypatch):

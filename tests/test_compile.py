@@ -335,16 +335,16 @@ def test_unbacked_length(routed):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor_forward_and_backward(dynamic):
     """The graph that most users run: values, gradients, kernels by name, with a mask and another layout."""
-    mask = torch.rand(16, 16) < 0.7
+    mask = torch.rand(40, 40) < 0.7
 
     def function(q, k, v):
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return out.transpose(1, 2).flatten(2) * 2.0
 
-    leaves = [torch.randn(2, 16, 3, 8, requires_grad=True) for _ in range(3)]
+    leaves = [torch.randn(2, 40, 3, 8, requires_grad=True) for _ in range(3)]
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
     enable("flashsdpa")
-    grad_out = torch.randn(2, 16, 24)
+    grad_out = torch.randn(2, 40, 24)
     torch.autograd.grad(compiled(*leaves), leaves, grad_out)  # compiled here, before the profiler looks
     with profiler.kernels_run() as kernels:
         out = compiled(*leaves)

@@ -64,7 +64,7 @@ def test_grouped_heads(heads, mask):
 def test_decode(seq, mask):
     """Keys split over workers: none lost, none twice, at any split."""
     for planned in (False, True) if mask else (False,):
-        count(f"decode{seq}", torch.float32, heads=(4, 2), seq=seq, dim=256, mask=mask, backward=False, planned=planned,
+        count(f"decode{seq}", torch.float32, heads=(4, 1), seq=seq, dim=256, mask=mask, backward=False, planned=planned,
               call=BANDS["causal_br"] if seq[0] > 1 else Call())
 
 

@@ -1,11 +1,11 @@
 """Activation without a change to the code, and what happens where the compiled binding is missing or broken."""
 
 import shutil
-import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
+import torch_flashsdpa
 from torch_flashsdpa import _loader
 
 ROUTED = (
@@ -21,7 +21,7 @@ ROUTED = (
 def package(tmp_path):
     """A copy of the Python package without compiled libraries; returns the folder to put on the path."""
     copy = tmp_path / "copy" / "torch_flashsdpa"
-    shutil.copytree(ROOT / "torch_flashsdpa", copy, ignore=shutil.ignore_patterns("lib", "__pycache__"))
+    shutil.copytree(Path(torch_flashsdpa.__file__).parent, copy, ignore=shutil.ignore_patterns("lib", "__pycache__"))
     return copy.parent
 
 
@@ -39,7 +39,7 @@ def test_import_activates_nothing_and_is_cheap(run_python):
     """The package loads no binding and no torch._dynamo, and without torch it needs next to nothing."""
     run_python(
         "import torch, sys; before = set(sys.modules); import torch_flashsdpa\n"
-        "assert set(sys.modules) - before == {'torch_flashsdpa'}, set(sys.modules) - before\n"
+        "assert set(sys.modules) - before <= {'torch_flashsdpa'}, set(sys.modules) - before\n"
         "assert not torch_flashsdpa.is_enabled() and not torch_flashsdpa.status()['router']\n"
         "torch_flashsdpa.enable('flashsdpa')\n"
         "with torch_flashsdpa.sdpa_backend('flashsdpa'): pass\n"
@@ -141,4 +141,4 @@ def test_import_without_torch(run_python, package):
         "import sys; sys.modules['torch'] = None; import torch_flashsdpa; print(torch_flashsdpa.__version__)",
         package_root=package,
     )
-    assert out == sys.modules["torch_flashsdpa"].__version__
+    assert out == torch_flashsdpa.__version__

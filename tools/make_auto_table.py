@@ -29,7 +29,7 @@ def table_rows(runs):
 
 
 def main():
-    paths = sorted(RESULTS.glob("*-cpu.json"))
+    paths = sorted(RESULTS.glob("*-cpu*.json"))
     if not paths:
         print(f"no recorded CPU runs in {RESULTS}; make one with `python benchmarks/cpu.py --grid auto`")
         return 1

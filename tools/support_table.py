@@ -4,11 +4,13 @@
     python tools/support_table.py --check   # exit code 1 if the README does not agree with the kernel table
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("torch_flashsdpa") is None:  # not installed: the checkout serves
+    sys.path.append(str(ROOT))
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- support table: tools/support_table.py -->", "<!-- end of the support table -->"

@@ -56,6 +56,8 @@ def attention(
         raise RuntimeError(
             f"query has {query.shape[-3]} heads, key {key.shape[-3]}; give equal counts, or enable_gqa=True and a multiple"
         )
+    if attn_mask is not None and attn_mask.dim() > query.dim():
+        raise RuntimeError(f"attn_mask has {attn_mask.dim()} axes, query {query.dim()}; give at most the query's")
     mask = None if attn_mask is None else _mask_to_4d(attn_mask, lead)
     if mask is not None and mask_plan is None and _pays_to_plan(query, key):
         mask_plan = ops.mask_plan(mask.detach())

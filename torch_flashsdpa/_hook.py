@@ -13,14 +13,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import __version__, _dynamo_compat, _loader, auto_table
+from . import __version__, _dynamo_compat, auto_table
 
 STOCK = 0
 SCOPE_KEY = "flashsdpa.scope"  # in torch's thread-local object store, where the router looks
 # Other subclasses (DTensor, jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass.
 SERVED_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
+_C = None  # torch_flashsdpa._C, from connect()
 _export_routed = contextvars.ContextVar("flashsdpa_export_routed", default=False)
+
+
+def connect(binding):
+    """Give the router its hook; done once, when the binding is loaded."""
+    global _C
+    _C = binding
+    _C.set_hook(answer)
 
 
 @contextlib.contextmanager
@@ -43,7 +51,6 @@ class Selector:
     @property
     def current(self):
         """Everything outside a traced function on which it depends whether ours serves in it, as one string."""
-        _C = _loader.binding()
         backend, strict, _ = _C.current_selection()
         return f"{backend}{'!' if strict else ''}{'' if _C.stock_only() is None else ' stock'}"
 
@@ -56,7 +63,7 @@ def push(backend, strict):
     """Open a scope inside a graph. While compiling, the graph's compilation owns it, so that nothing leaks when tracing
     is abandoned; a graph that is run as it stands (backend="eager") opens a scope of the thread."""
     context = _dynamo_compat.tracing_context()
-    token = _loader.binding().scope_token(backend, strict)
+    token = _C.scope_token(backend, strict)
     if context is not None:
         context.__dict__.setdefault("flashsdpa_scopes", []).append(token)
     else:
@@ -77,7 +84,7 @@ def swap_scope(token):
     if torch._C._is_key_in_tls(SCOPE_KEY):
         previous = torch._C._get_obj_in_tls(SCOPE_KEY)
     else:
-        previous = _loader.binding().scope_none()
+        previous = _C.scope_none()
     torch._C._stash_obj_in_tls(SCOPE_KEY, token)
     return previous
 
@@ -100,7 +107,6 @@ def answer(query, key, value, attn_mask):
         _dynamo_compat.install_guard(__name__, "selector", "current")
     if context is not None:
         _dynamo_compat.set_cache_tag(f"{__version__} {auto_table.digest()} {selector.current}")
-    _C = _loader.binding()
     with _scope(in_graph[-1]) if in_graph else contextlib.nullcontext():
         backend, strict, _ = _C.current_selection()
         reason = _C.stock_only() or refusal(query, key, value, attn_mask)

@@ -102,7 +102,7 @@ def _connect(_C):
     """What the binding needs from Python once: the hook, the table of "auto", FLOP formulas, the log."""
     from . import _hook, auto_table, flops, report
 
-    _C.set_hook(_hook.answer)
+    _hook.connect(_C)
     _C.set_auto_table(auto_table.rows())
     flops.register()
     report.log_from_environment()

@@ -20,10 +20,9 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-void refuse_tangents(std::initializer_list<const Tensor*> inputs) {
-  for (const Tensor* t : inputs)
-    TORCH_CHECK(!t->defined() || !t->_fw_grad(0).defined(),
-                "flashsdpa::forward: an input carries a forward-mode tangent; flashsdpa has reverse mode only");
+// Neither derivatives nor devices have a rule for these, and the dispatcher would say so less clearly.
+bool unserved(const Tensor& t) {
+  return t.defined() && (t.layout() != at::kStrided || t.is_nested() || t._fw_grad(0).defined());
 }
 
 // Options that are rarely set are stored only when set: a small call's host time is mostly bookkeeping.
@@ -124,9 +123,10 @@ ForwardResult forward_autocast(const Call& call, c10::DispatchKey autocast_key, 
 ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
   const Call call{query, key, value, options};
-  refuse_tangents({&query, &key, &value, &tensor_or_undefined(attn_mask)});
-  if (needs_grad(call) || (at::GradMode::is_enabled() && given(sinks) && sinks->requires_grad())) {
+  const bool grad = needs_grad(call) || (at::GradMode::is_enabled() && given(sinks) && sinks->requires_grad());
+  if (grad || unserved(query) || unserved(key) || unserved(value) || unserved(tensor_or_undefined(attn_mask)))
     require("flashsdpa::forward", call);
+  if (grad) {
     auto outputs = Attention::apply(query, key, value, attn_mask, sinks, call);
     return {std::move(outputs[0]), std::move(outputs[1])};
   }

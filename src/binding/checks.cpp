@@ -53,6 +53,13 @@ bool check_options(const Options& o, Reasons& reasons) {
   if (o.dropout_p != 0.0 &&
       reasons.add("dropout_p is ", o.dropout_p, "; flashsdpa kernels take 0.0"))
     return true;
+  if (!(at_least(o.window_left, -1) && at_least(o.window_right, -1)) &&
+      reasons.add("window_left is ", o.window_left, ", window_right is ", o.window_right,
+                  "; give 0 or more keys, or -1 for no limit"))
+    return true;
+  if (given(o.mask_plan) && !given(o.attn_mask) &&
+      reasons.add("mask_plan is given without attn_mask; give the mask that it was made from"))
+    return true;
   if (o.softcap != 0.0 && reasons.add("softcap is ", o.softcap, "; flashsdpa kernels take 0.0")) return true;
   if (given(o.alibi_slopes) && reasons.add("alibi_slopes is given; flashsdpa kernels take none")) return true;
   if (given(o.sinks) && reasons.add("sinks is given; flashsdpa kernels take none")) return true;
@@ -273,6 +280,26 @@ void require(const char* op, const Call& call) {
   Reasons reasons(&list);
   if (check_kinds(call, reasons)) check_shapes(call, reasons);
   TORCH_CHECK(false, op, ": ", join(list, "; "));
+}
+
+void require_backward(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,
+                      const Tensor& lse) {
+  require("flashsdpa::backward", call);
+  const Tensor& q = call.query;
+  const auto dtype = q.scalar_type(), accumulation = accumulation_type(dtype);
+  const std::array<c10::SymInt, 4> sizes{size(q, 0), size(q, 1), size(q, 2), size(call.value, 3)};
+  const auto check = [&](const char* name, const Tensor& t, size_t rank, at::ScalarType type) {
+    const c10::SymIntArrayRef want(sizes.data(), rank);
+    bool fits = t.dim() == static_cast<int64_t>(rank) && t.scalar_type() == type && t.device() == q.device();
+    for (size_t axis = 0; fits && axis < rank; ++axis)
+      fits = TORCH_GUARD_OR_TRUE(t.sym_sizes()[axis].sym_eq(want[axis]));
+    TORCH_CHECK(fits, "flashsdpa::backward: ", name, " is ", t.scalar_type(), " ", t.sym_sizes(), " on ", t.device(),
+                "; give ", type, " ", want, " on ", q.device());
+  };
+  check("out", out, 4, dtype);
+  check("lse", lse, 3, accumulation);
+  if (given(grad_out)) check("grad_out", *grad_out, 4, dtype);
+  if (given(grad_lse)) check("grad_lse", *grad_lse, 3, accumulation);
 }
 
 }  // namespace flashsdpa

@@ -59,5 +59,8 @@ const KernelEntry* backward_entry(const Call& call);
 
 // Raises one error that lists every reason.
 void require(const char* op, const Call& call);
+// The same for flashsdpa::backward, with the tensors that only it takes.
+void require_backward(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,
+                      const Tensor& lse);
 
 }  // namespace flashsdpa

@@ -109,6 +109,9 @@ PlanView plan_view(const Tensor& plan, const Tensor& mask) {
               mask.device());
   PlanView p;
   p.data = plan.const_data_ptr<int32_t>();
+  // Read on the CPU only: on a device it would make the host wait.
+  TORCH_CHECK(!plan.is_cpu() || plan.numel() == 0 || p.data[0] == kPlanVersion, "mask_plan has version ", p.data[0],
+              "; this release reads version ", kPlanVersion, "; make it again with flashsdpa::mask_plan(attn_mask)");
   if (plan.size(0) > 1) p.stride_batch = plan.stride(0);
   if (plan.size(1) > 1) p.stride_head = plan.stride(1);
   return p;
@@ -132,12 +135,6 @@ Problem problem(const Call& call) {
     if (given(o.mask_plan)) p.plan = plan_view(*o.mask_plan, *o.attn_mask);
   }
   return p;
-}
-
-void check_size(const char* name, const Tensor& t, at::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype) {
-  TORCH_CHECK(t.sizes() == sizes && t.scalar_type() == dtype && t.device() == like.device(), "flashsdpa::backward: ",
-              name, " is ", t.scalar_type(), " ", t.sizes(), " on ", t.device(), "; give ", dtype, " ", sizes, " on ",
-              like.device());
 }
 
 }  // namespace
@@ -181,7 +178,7 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
 BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
   const Call call{query, key, value, options};
-  require("flashsdpa::backward", call);
+  require_backward(call, grad_out, grad_lse, out, lse);
   const c10::OptionalDeviceGuard guard(query.device());
 
   BackwardParams params;
@@ -189,10 +186,6 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
   const Problem& p = params.problem;
   const auto dtype = query.scalar_type(), accumulation = accumulation_type(dtype);
   const int64_t dim_v = value.size(3);
-  check_size("out", out, {p.batch, p.heads_q, p.seq_q, dim_v}, query, dtype);
-  check_size("lse", lse, {p.batch, p.heads_q, p.seq_q}, query, accumulation);
-  if (given(grad_out)) check_size("grad_out", *grad_out, {p.batch, p.heads_q, p.seq_q, dim_v}, query, dtype);
-  if (given(grad_lse)) check_size("grad_lse", *grad_lse, {p.batch, p.heads_q, p.seq_q}, query, accumulation);
 
   const bool want_inputs = output_mask[0] || output_mask[1] || output_mask[2];
   const bool want_mask = output_mask[3] && given(attn_mask);

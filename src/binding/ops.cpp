@@ -55,7 +55,7 @@ ForwardResult forward_meta(FLASHSDPA_FORWARD_PARAMS) {
 
 BackwardResult backward_meta(FLASHSDPA_BACKWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
-  require("flashsdpa::backward", {query, key, value, options});
+  require_backward({query, key, value, options}, grad_out, grad_lse, out, lse);
   const auto grad = [&](bool wanted, const Tensor& like) {
     return wanted ? dense_meta(sizes_of(like), like) : at::empty({0}, query.options());
   };

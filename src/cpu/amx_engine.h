@@ -24,9 +24,9 @@ inline IntVec<float> round_pair(Vec<float> low, Vec<float> high) {
   return (IntVec<float>)((rounded(high) & 0xffff0000u) | (rounded(low) >> 16));
 }
 
-// B operand from float rows: dst[(j/2, r)] = (src[j][r], src[j+1][r]) for 64 columns r; rows from `rows` on are zero.
+// B operand from float rows: dst[(j/2, r)] = (src[j][r], src[j+1][r]); rows up to the next 32 are zero.
 inline void pack_pairs(BFloat16* dst, const float* src, int64_t ld, int rows, int cols) {
-  for (int j = 0; j < kTile; j += 2)
+  for (int j = 0; j < amx_padded(rows); j += 2)
     for (int r = 0; r < cols; r += kLanes<float>) {
       const Vec<float> low = j < rows ? load(src + j * ld + r) : Vec<float>{};
       const Vec<float> high = j + 1 < rows ? load(src + (j + 1) * ld + r) : Vec<float>{};
@@ -112,6 +112,7 @@ class AmxForward {
  public:
   using In = BFloat16;
   using T = float;
+  static constexpr int kKeyTiles = 4;  // of K and V at a time: O^T is read and written once for 256 keys
 
   AmxForward(Arena& arena, const Problem& p, int tiles)
       : dim_(p.dim), dim_v_(p.dim_v), depth_(amx_padded(p.dim)), width_(amx_padded(p.dim_v)), scale_(float(p.scale)) {
@@ -120,23 +121,25 @@ class AmxForward {
       out_[t] = arena.take<float>(width_ * kTileStride);
     }
     scratch_ = arena.take<float>(std::max(dim_, dim_v_) * kTileStride);
-    k_ = arena.take<BFloat16>(kTile * depth_);
+    k_ = arena.take<BFloat16>(kKeyTiles * kTile * depth_);
     v_ = arena.take<BFloat16>(kTile * width_);
-    vt_ = arena.take<BFloat16>(width_ * kTile);
-    pt_ = arena.take<BFloat16>(kTile * kPairStride);
+    vt_ = arena.take<BFloat16>(width_ * kKeyTiles * kTile);
+    pt_ = arena.take<BFloat16>(kKeyTiles * kTile * kPairStride);
     rows_ = arena.take<float>(kTile * width_);
   }
   void load_queries(int t, const ConstView& q, const RowTile& tile, double) {
     load_transposed<BFloat16>(scratch_, q, tile, dim_, 1.0f);  // exact: scaling Q here would round it again
     pack_transposed(qt_[t], scratch_, tile.rows, dim_);
   }
-  void load_keys(const ConstView& k, const ConstView& v, int64_t batch, int64_t head, int64_t first, int keys) {
-    copy_rows(k_, depth_, k, batch, head, first, keys, dim_);
+  void load_keys(int slot, const ConstView& k, const ConstView& v, int64_t batch, int64_t head, int64_t first,
+                 int keys) {
+    copy_rows(k_ + slot * kTile * depth_, depth_, k, batch, head, first, keys, dim_);
     copy_rows(v_, width_, v, batch, head, first, keys, dim_v_);
-    transpose_rows(vt_, kTile, v_, width_, width_);
+    transpose_rows(vt_ + slot * kTile, kKeyTiles * kTile, v_, width_, width_);
   }
-  void scores(int t, int rows, int keys, float* st) {
-    amx_gemm<false>(amx_padded(keys), amx_padded(rows), depth_, k_, depth_, qt_[t], kPairStride, st, kTileStride);
+  void scores(int t, int slot, int rows, int keys, float* st) {
+    amx_gemm<false>(amx_padded(keys), amx_padded(rows), depth_, k_ + slot * kTile * depth_, depth_, qt_[t], kPairStride,
+                    st, kTileStride);
     for (int j = 0; j < keys; ++j)
       for (int r = 0; r < rows; r += kLanes<float>)
         store(st + j * kTileStride + r, load(st + j * kTileStride + r) * scale_);
@@ -148,13 +151,14 @@ class AmxForward {
         store(out, load(out) * load(alpha + r));
       }
   }
-  void accumulate(int t, int rows, int keys, const float* pt, bool first) {
+  void accumulate(int t, int slot, int rows, int keys, const float* pt, bool first) {
     pack_pairs(pt_, pt, kTileStride, keys, rows);
+    const BFloat16* vt = vt_ + slot * kTile;
     const int64_t cols = amx_padded(rows), depth = amx_padded(keys);
     if (first) {
-      amx_gemm<false>(width_, cols, depth, vt_, kTile, pt_, kPairStride, out_[t], kTileStride);
+      amx_gemm<false>(width_, cols, depth, vt, kKeyTiles * kTile, pt_, kPairStride, out_[t], kTileStride);
     } else {
-      amx_gemm<true>(width_, cols, depth, vt_, kTile, pt_, kPairStride, out_[t], kTileStride);
+      amx_gemm<true>(width_, cols, depth, vt, kKeyTiles * kTile, pt_, kPairStride, out_[t], kTileStride);
     }
   }
   const float* output(int t) {
@@ -170,10 +174,10 @@ class AmxForward {
   BFloat16* qt_[kMaxTiles];  // B (depth x 64): Q^T
   float* out_[kMaxTiles];    // (width x kTileStride): O^T
   float* scratch_;           // (dim x kTileStride): Q^T in float
-  BFloat16* k_;              // A (64 x depth)
+  BFloat16* k_;              // A (kKeyTiles * 64 x depth)
   BFloat16* v_;              // (64 x width)
-  BFloat16* vt_;             // A (width x 64): V^T
-  BFloat16* pt_;             // B (64 x 64): P^T
+  BFloat16* vt_;             // A (width x kKeyTiles * 64): V^T
+  BFloat16* pt_;             // B (kKeyTiles * 64 x 64): P^T
   float* rows_;              // (64 x width): the finished output
 };
 

@@ -46,10 +46,12 @@ inline bool online_softmax(T* st, int rows, int keys, SoftmaxState<T>& state, T*
   return any(moved);
 }
 
-// Attends `count` tiles (same batch and K/V head) to key tiles [first_kb, last_kb). st: (64 x kTileStride) scratch.
+// Attends `count` row tiles (same batch and K/V head) to key tiles [first_kb, last_kb), kKeyTiles of the engine at a
+// time. st: (kKeyTiles * 64 x kTileStride) scratch.
 template <typename Engine, typename T = typename Engine::T>
 inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int64_t first_kb, int64_t last_kb,
                    Engine& engine, SoftmaxState<T>* states, T* st) {
+  constexpr int kSlots = Engine::kKeyTiles;
   const Problem& p = a.problem;
   const int64_t kv_head = tiles[0].head[0] / (p.heads_q / p.heads_kv);
   PlanCursor plan[kMaxTiles];
@@ -61,24 +63,36 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
     for (int r = 0; r < kTile; ++r) states[t].max[r] = kNegInf<T>, states[t].sum[r] = T(0);
     engine.load_queries(t, a.q, tiles[t], p.scale);
   }
-  for (int64_t kb = first_kb; kb < last_kb; ++kb) {
-    const int64_t first_key = kb * kTile;
-    const int keys = int(std::min<int64_t>(kTile, p.seq_k - first_key));
-    bool loaded = false;
+  for (int64_t kb = first_kb; kb < last_kb; kb += kSlots) {
+    const auto keys_of = [&](int slot) { return int(std::min<int64_t>(kTile, p.seq_k - (kb + slot) * kTile)); };
+    bool loaded[kSlots] = {};
     for (int t = 0; t < count; ++t) {
       const RowTile& tile = tiles[t];
-      const int granule = plan[t].at(kb);
-      if (granule == kEmpty || kb < range[t].first || kb >= range[t].last) continue;
-      if (!loaded) engine.load_keys(a.k, a.v, tile.batch, kv_head, first_key, keys);
-      loaded = true;
-      engine.scores(t, tile.rows, keys, st);
-      mask_scores(st, p, tile, granule, first_key, keys);
+      // Scores of the key tiles this row tile attends, one behind the other: only the last can be short.
+      int slots[kSlots], visited = 0, keys = 0;
+      for (int slot = 0; slot < kSlots && kb + slot < last_kb; ++slot) {
+        const int granule = plan[t].at(kb + slot);
+        if (granule == kEmpty || kb + slot < range[t].first || kb + slot >= range[t].last) continue;
+        const int64_t first_key = (kb + slot) * kTile;
+        if (!loaded[slot]) engine.load_keys(slot, a.k, a.v, tile.batch, kv_head, first_key, keys_of(slot));
+        loaded[slot] = true;
+        T* scores = st + keys * kTileStride;
+        engine.scores(t, slot, tile.rows, keys_of(slot), scores);
+        mask_scores(scores, p, tile, granule, first_key, keys_of(slot));
+        slots[visited++] = slot;
+        keys += keys_of(slot);
+      }
+      if (visited == 0) continue;
       T alpha[kTile];
       const bool moved = online_softmax(st, tile.rows, keys, states[t], alpha);
-      const bool first = !states[t].started;
-      if (moved && !first) engine.rescale(t, tile.rows, alpha);
-      engine.accumulate(t, tile.rows, keys, st, first);
-      states[t].started = true;
+      if (moved && states[t].started) engine.rescale(t, tile.rows, alpha);
+      for (int i = 0, j; i < visited; i = j) {  // neighbouring slots in one product
+        j = i + 1;
+        while (j < visited && slots[j] == slots[j - 1] + 1) ++j;
+        const int run = j == visited ? keys - i * kTile : (j - i) * kTile;
+        engine.accumulate(t, slots[i], tile.rows, run, st + i * kTile * kTileStride, !states[t].started);
+        states[t].started = true;
+      }
     }
   }
 }

@@ -14,6 +14,7 @@ template <typename In_> class FloatForward {
  public:
   using In = In_;
   using T = Accumulate<In>;
+  static constexpr int kKeyTiles = 2;  // of K and V at a time: S^T then stays in the first-level cache
 
   FloatForward(Arena& arena, const Problem& p, int tiles)
       : dim_(p.dim), dim_v_(p.dim_v), ldk_(padded<T>(p.dim)), ldv_(padded<T>(p.dim_v)) {
@@ -21,19 +22,20 @@ template <typename In_> class FloatForward {
       qt_[t] = arena.take<T>(dim_ * kTileStride);
       out_[t] = arena.take<T>(kTile * ldv_);
     }
-    k_ = arena.take<T>(kTile * ldk_);
-    v_ = arena.take<T>(kTile * ldv_);
+    k_ = arena.take<T>(kKeyTiles * kTile * ldk_);
+    v_ = arena.take<T>(kKeyTiles * kTile * ldv_);
   }
   void load_queries(int t, const ConstView& q, const RowTile& tile, double scale) {
     load_transposed<In>(qt_[t], q, tile, dim_, T(scale));
   }
-  void load_keys(const ConstView& k, const ConstView& v, int64_t batch, int64_t head, int64_t first, int keys) {
-    load_tile<In>(k_, ldk_, k, batch, head, first, keys, dim_);
-    load_tile<In>(v_, ldv_, v, batch, head, first, keys, dim_v_);
+  void load_keys(int slot, const ConstView& k, const ConstView& v, int64_t batch, int64_t head, int64_t first,
+                 int keys) {
+    load_tile<In>(k_ + slot * kTile * ldk_, ldk_, k, batch, head, first, keys, dim_);
+    load_tile<In>(v_ + slot * kTile * ldv_, ldv_, v, batch, head, first, keys, dim_v_);
   }
   // st (keys x rows) = K Q^T
-  void scores(int t, int rows, int keys, T* st) {
-    gemm<false>(keys, rows, dim_, k_, ldk_, 1, qt_[t], kTileStride, st, kTileStride);
+  void scores(int t, int slot, int rows, int keys, T* st) {
+    gemm<false>(keys, rows, dim_, k_ + slot * kTile * ldk_, ldk_, 1, qt_[t], kTileStride, st, kTileStride);
   }
   // out *= alpha, a factor per row
   void rescale(int t, int rows, const T* alpha) {
@@ -43,12 +45,13 @@ template <typename In_> class FloatForward {
       for (int64_t c = 0; c < dim_v_; c += kLanes<T>) store(out + c, load(out + c) * alpha[r]);
     }
   }
-  // out += P V, from P^T
-  void accumulate(int t, int rows, int keys, const T* pt, bool first) {
+  // out += P V, from P^T; `keys` may run over several slots
+  void accumulate(int t, int slot, int rows, int keys, const T* pt, bool first) {
+    const T* v = v_ + slot * kTile * ldv_;
     if (first) {
-      gemm<false>(rows, dim_v_, keys, pt, 1, kTileStride, v_, ldv_, out_[t], ldv_);
+      gemm<false>(rows, dim_v_, keys, pt, 1, kTileStride, v, ldv_, out_[t], ldv_);
     } else {
-      gemm<true>(rows, dim_v_, keys, pt, 1, kTileStride, v_, ldv_, out_[t], ldv_);
+      gemm<true>(rows, dim_v_, keys, pt, 1, kTileStride, v, ldv_, out_[t], ldv_);
     }
   }
   const T* output(int t) { return out_[t]; }  // (rows x output_stride), unnormalised
@@ -58,8 +61,8 @@ template <typename In_> class FloatForward {
   int64_t dim_, dim_v_, ldk_, ldv_;
   T* qt_[kMaxTiles];   // (dim x kTileStride): Q^T, scaled
   T* out_[kMaxTiles];  // (64 x ldv)
-  T* k_;               // (64 x ldk)
-  T* v_;               // (64 x ldv)
+  T* k_;               // (kKeyTiles * 64 x ldk)
+  T* v_;               // (kKeyTiles * 64 x ldv)
 };
 
 template <typename In_> class FloatBackward {

@@ -20,7 +20,7 @@ template <typename Engine> struct ForwardScratch {
   SoftmaxState<typename Engine::T>* states;
 
   ForwardScratch(Arena& arena, const Problem& p, int tiles) : engine(arena, p, tiles) {
-    st = arena.take<typename Engine::T>(kTile * kTileStride);
+    st = arena.take<typename Engine::T>(Engine::kKeyTiles * kTile * kTileStride);
     states = arena.take<SoftmaxState<typename Engine::T>>(tiles);
   }
   static int64_t bytes(const Problem& p, int tiles) {

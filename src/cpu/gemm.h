@@ -13,7 +13,7 @@ template <typename T, int kRows, int kVecs, bool kAccumulate>
 inline void micro_tile(int64_t depth, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t ldb, T* c,
                        int64_t ldc) {
   Vec<T> acc[kRows][kVecs];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) acc[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes<T>) : Vec<T>{};
@@ -21,7 +21,7 @@ inline void micro_tile(int64_t depth, const T* a, int64_t a_row, int64_t a_col, 
     Vec<T> bk[kVecs];
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) bk[j] = load(b + j * kLanes<T>);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < kRows; ++i) {
       const Vec<T> ai = splat(a[i * a_row]);
 #pragma GCC unroll 4
@@ -30,7 +30,7 @@ inline void micro_tile(int64_t depth, const T* a, int64_t a_row, int64_t a_col, 
     a += a_col;
     b += ldb;
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) store(c + i * ldc + j * kLanes<T>, acc[i][j]);
@@ -58,6 +58,9 @@ inline void gemm(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t 
                  int64_t ldb, T* c, int64_t ldc) {
   constexpr int kLane = kLanes<T>;
   int64_t j = 0;
+  if constexpr (kGemmVecs == 4)
+    for (; j + 3 * kLane < cols; j += 4 * kLane)
+      row_panel<T, 4, kAccumulate>(rows, depth, a, a_row, a_col, b + j, ldb, c + j, ldc);
   for (; j + kLane < cols; j += 2 * kLane)
     row_panel<T, 2, kAccumulate>(rows, depth, a, a_row, a_col, b + j, ldb, c + j, ldc);
   if (j < cols) row_panel<T, 1, kAccumulate>(rows, depth, a, a_row, a_col, b + j, ldb, c + j, ldc);

@@ -12,13 +12,13 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kGemmRows = 8;  // rows of one micro-tile: accumulators + operands fit the register file
+constexpr int kGemmRows = 6, kGemmVecs = 4;  // of one micro-tile: accumulators and operands fit the register file
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
-constexpr int kGemmRows = 6;
+constexpr int kGemmRows = 6, kGemmVecs = 2;
 #else
 constexpr int kVectorBytes = 16;
-constexpr int kGemmRows = 6;
+constexpr int kGemmRows = 6, kGemmVecs = 2;
 #endif
 
 template <typename T> struct SimdOf;

@@ -58,8 +58,10 @@ def run(options, default_out=Path("flashsdpa-bench")):
     if bar is not None:
         bar.close()
 
-    result = output.record(rows, isa)
+    result = output.record(rows, isa, options.grid)
     print(f"\ntorch {result['torch']}, {result['machine']}, {options.pairs} interleaved pairs, median\n")
+    if result["load_average"] > 0.5 + result["threads"]:
+        print(f"the machine is busy (load average {result['load_average']}): trust the ratios only, and those not far\n")
     print(output.table(rows))
     stem = (options.out or default_out) / output.file_stem(result)
     output.write_json(result, stem.with_name(stem.name + ".json"))

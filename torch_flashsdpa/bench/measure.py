@@ -106,7 +106,8 @@ def _poison(inputs):
 
 def check(inputs, grad_out):
     """The largest error of our result against float64. Raises AssertionError beyond the rule: twice the error of
-    PyTorch's math path in the same dtype plus one rounding step of that dtype, inf and nan in the same places."""
+    PyTorch's math path in the same dtype plus one rounding step of that dtype (gradients: four, since the backward
+    makes its weights from a rounded log-sum-exp), inf and nan in the same places."""
     dtype = inputs["query"].dtype
     reference = _evaluate(_formula, inputs, grad_out, torch.float64)
     with stock():
@@ -121,7 +122,7 @@ def check(inputs, grad_out):
             raise AssertionError(f"{name} has inf or nan where the float64 reference has none, or the reverse")
         error = (got - exact).abs().max().item()
         rounding = torch.finfo(dtype).eps * exact.abs().max().item()
-        limit = 2 * (plain - exact).abs().max().item() + rounding
+        limit = 2 * (plain - exact).abs().max().item() + rounding * (1 if name == "out" else 4)
         if not error <= limit:
             raise AssertionError(f"{name} is off by {error:.3g}; allowed {limit:.3g}")
         worst = max(worst, error)

@@ -33,9 +33,10 @@ def commit():
         return None
 
 
-def record(rows, isa):
+def record(rows, isa, grid):
     """The run as one JSON document: the machine, the versions, the rows."""
     return {
+        "grid": grid,
         "machine": f"{processor()}, {torch.get_num_threads()} threads, {isa}",
         "threads": torch.get_num_threads(),
         "isa": isa,
@@ -53,9 +54,10 @@ def record(rows, isa):
 
 
 def file_stem(run):
-    """<date>-<machine>-<group>, the name of a recorded run."""
+    """<date>-<machine>-cpu, the name of a recorded run; grids other than the project's own add theirs."""
     machine = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|\(tm\)|cpu|processor|@.*", "", processor().lower())).strip("-")
-    return f"{run['date'][:10]}-{machine}-{run['threads']}t-{run['isa']}-cpu"
+    grid = "" if run["grid"] == "cpu" else f"-{run['grid']}"
+    return f"{run['date'][:10]}-{machine}-{run['threads']}t-{run['isa']}-cpu{grid}"
 
 
 def write_json(run, path):
@@ -128,13 +130,16 @@ def plot(run, path):
     axes = figure.subplots()
     ratios = [row["ratio"] for row in cells]
     colours = ["#2f6f9f" if row["pass"] == "fwd" else "#e08e2b" for row in cells]
-    axes.barh(range(len(cells)), ratios, color=colours)
+    axes.barh(range(len(cells)), [ratio - 1 for ratio in ratios], left=1, color=colours)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}x")
     for place, row in enumerate(cells):
-        axes.text(row["ratio"], place, f" {row['ratio']:.2f}x", va="center", fontsize=7)
+        axes.text(max(row["ratio"], 1.0), place, f" {row['ratio']:.2f}x", va="center", fontsize=7)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(cells)), [f"{row['case']} {row['dtype']} {row['pass']}" for row in cells], fontsize=7)
     axes.invert_yaxis()
-    axes.margins(x=0.1, y=0.01)
+    axes.margins(y=0.01)
+    axes.set_xlim(min(0.7, *ratios) / 1.2, max(2.0, *ratios) * 1.5)
     axes.set_xlabel("time of stock PyTorch / time of torch_flashsdpa (blue: fwd, orange: fwd+bwd)")
     axes.set_title(f"torch {run['torch']}, {run['machine']}", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
