@@ -245,8 +245,9 @@ Tensor mask_plan_on_device(const Tensor& attn_mask) {
   const c10::OptionalDeviceGuard guard(attn_mask.device());
   MaskPlanParams params;
   params.mask = mask_view(attn_mask);
-  Tensor plan = at::zeros(plan_shape<int64_t>(attn_mask.sizes()), attn_mask.options().dtype(at::kInt));
-  if (plan.numel() == 0) return plan;
+  const auto options = attn_mask.options().dtype(at::kInt);
+  if (attn_mask.numel() == 0) return at::zeros(plan_shape<int64_t>(attn_mask.sizes()), options);
+  Tensor plan = at::empty(plan_shape<int64_t>(attn_mask.sizes()), options);  // the kernel writes every word
   params.plan = plan.mutable_data_ptr<int32_t>();
   launch(*entry, attn_mask.device(), &params);
   return plan;
