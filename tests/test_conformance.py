@@ -282,7 +282,8 @@ def test_causal_bias_compiles_to_one_frame():
 
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     q, k, v = normal("frame", (1, 2, 5, 8), (1, 2, 9, 8), (1, 2, 9, 8))
-    out = torch.compile(lambda q, k, v: sdpa(q, k, v, attn_mask=causal_lower_right(5, 9)), backend=frames, fullgraph=True)(q, k, v)
+    attend = torch.compile(lambda q, k, v, bias: sdpa(q, k, v, attn_mask=bias), backend=frames, fullgraph=True)
+    out = attend(q, k, v, causal_lower_right(5, 9))
     assert frames.frame_count == 1
     assert (out - reference(Inputs(q, k, v), Call(is_causal=True, bottom_right=True)).out).abs().max() < 1e-6
 

@@ -128,22 +128,24 @@ def test_up_085_torchs_context_manager_inside_a_compiled_region(routed):
             assert (out - want64(x, x, x)).abs().max() < 1e-5
 
 
-def test_up_087_is_causal_computed_from_a_dynamic_length():
+def test_up_087_is_causal_computed_from_a_dynamic_length(ours):
+    """A compiler specialises it with a guard; torch.export says that it must be a bool. Neither freezes it silently."""
+
+    def attend(q, k, v):
+        return sdpa(q, k, v, is_causal=q.size(-2) > 1)
+
     class Attend(nn.Module):
         def forward(self, q, k, v):
-            return sdpa(q, k, v, is_causal=q.size(-2) > 1)
+            return attend(q, k, v)
 
-    q, k, v = normal("up087", *[(1, 2, 9, 8)] * 3)
-    length = torch.export.Dim("length", min=2, max=64)
-    shapes = [{2: length}] * 3
-    enable("flashsdpa")
-    with torch_flashsdpa.route_in_export():
-        program = torch.export.export(Attend(), (q, k, v), dynamic_shapes=dict(zip("qkv", shapes)))
-    for seq in (2, 9, 30):
-        tensors = normal(f"up087{seq}", *[(1, 2, seq, 8)] * 3)
-        assert (program.module()(*tensors) - want64(*tensors, call=Call(is_causal=True))).abs().max() < 1e-5
-    with pytest.raises((AssertionError, RuntimeError)):  # one query would not be causal: the guard says so
-        program.module()(*normal("one", *[(1, 2, 1, 8)] * 3))
+    function = compiled(attend, dynamic=True)
+    for seq in (9, 1, 30):
+        tensors = normal(f"up087{seq}", (1, 2, seq, 8), *[(1, 2, 30, 8)] * 2)
+        assert (function(*tensors) - want64(*tensors, call=Call(is_causal=seq > 1))).abs().max() < 1e-5
+    lengths = torch.export.Dim("queries", min=1, max=64)
+    tensors = normal("up087", (1, 2, 9, 8), *[(1, 2, 30, 8)] * 2)
+    with torch_flashsdpa.route_in_export(), pytest.raises(Exception, match="is_causal"):
+        torch.export.export(Attend(), tensors, dynamic_shapes=({2: lengths}, None, None))
 
 
 def test_up_088_dynamic_lengths_without_a_graph_break(ours, routed):
@@ -358,10 +360,28 @@ def test_up_129_jagged_sequences_stay_separate(lenient):
         assert (out - want64(x, x, x)[0]).abs().max() < 1e-5
 
 
-def test_up_130_causal_on_nested_tensors_is_per_sequence(lenient):
+@pytest.mark.parametrize("layout", (torch.jagged, torch.strided), ids=str)
+def test_up_130_causal_on_nested_tensors_passes_through_untouched(lenient, layout):
+    """Where stock takes it, it is causal per sequence; where stock raises, so do we, in its words."""
     parts = [normal(f"up130{n}", (n, 2, 8))[0] for n in (4, 6)]
-    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    for out, part in zip(sdpa(q, q, q, is_causal=True).unbind(), parts):
+    if layout == torch.jagged:
+        q = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    else:
+        q = torch.nested.nested_tensor([p.transpose(0, 1) for p in parts])
+
+    def attempt():
+        try:
+            return sdpa(q, q, q, is_causal=True)
+        except Exception as error:
+            return type(error), str(error)
+
+    got = attempt()
+    torch_flashsdpa.disable()
+    stock = attempt()
+    if isinstance(stock, tuple):
+        assert got == stock
+        return
+    for out, part in zip(got.unbind(), parts):
         x = part.transpose(0, 1)[None]
         assert (out - want64(x, x, x, call=Call(is_causal=True))[0]).abs().max() < 1e-5
 

@@ -16,7 +16,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from . import __version__, _dynamo_compat, auto_table
 
 STOCK = 0
-SCOPE_KEY = "flashsdpa.scope"  # in torch's thread-local object store, where the router looks
 # Other subclasses (DTensor, jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass.
 SERVED_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
@@ -67,7 +66,7 @@ def push(backend, strict):
     if context is not None:
         context.__dict__.setdefault("flashsdpa_scopes", []).append(token)
     else:
-        _run_time.__dict__.setdefault("previous", []).append(swap_scope(token))
+        _run_time.__dict__.setdefault("previous", []).append(_C.swap_scope(token))
 
 
 def pop():
@@ -76,26 +75,16 @@ def pop():
     if context is not None:
         context.flashsdpa_scopes.pop()
     else:
-        swap_scope(_run_time.previous.pop())
-
-
-def swap_scope(token):
-    """Put `token` (from _C.scope_token or _C.scope_none) in force on this thread; returns the one it replaces."""
-    if torch._C._is_key_in_tls(SCOPE_KEY):
-        previous = torch._C._get_obj_in_tls(SCOPE_KEY)
-    else:
-        previous = _C.scope_none()
-    torch._C._stash_obj_in_tls(SCOPE_KEY, token)
-    return previous
+        _C.swap_scope(_run_time.previous.pop())
 
 
 @contextlib.contextmanager
 def _scope(token):
-    previous = swap_scope(token)
+    previous = _C.swap_scope(token)
     try:
         yield
     finally:
-        swap_scope(previous)
+        _C.swap_scope(previous)
 
 
 def answer(query, key, value, attn_mask):

@@ -154,16 +154,12 @@ def sdpa_backend(backend, strict=False):
         return
     if chosen and (_reset_due or not _C.router_installed()):
         _install(_C)
-    # As _hook.swap_scope(), spelled out: after a graph break Dynamo would compile a call of that function and take the
-    # store's functions for part of the graph. It never compiles a generator by itself.
-    key = _hook.SCOPE_KEY
-    previous = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else _C.scope_none()
     _open_scopes.append(None)
-    torch._C._stash_obj_in_tls(key, _C.scope_token(chosen, bool(strict)))
+    previous = _C.swap_scope(_C.scope_token(chosen, bool(strict)))
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(key, previous)
+        _C.swap_scope(previous)
         _open_scopes.pop()
 
 

@@ -26,7 +26,17 @@ bool unserved(const Tensor& t) {
 }
 
 // Options that are rarely set are stored only when set: a small call's host time is mostly bookkeeping.
-enum Flag : int64_t { kIsCausal = 1, kBottomRight = 2, kIsDeterministic = 4, kIsBatchInvariant = 8 };
+enum Flag : int64_t {
+  kIsCausal = 1,
+  kBottomRight = 2,
+  kIsDeterministic = 4,
+  kIsBatchInvariant = 8,
+  kHasMask = 16,
+  kHasPlan = 32,
+  kHasRngState = 64,
+  kHasAlibi = 128,
+  kHasSinks = 256,
+};
 
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -39,12 +49,24 @@ struct Attention : torch::autograd::Function<Attention> {
     auto& [out, lse] = result;
     const Options& o = call.options;
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({query, key, value, out, lse, tensor_or_undefined(attn_mask),
-                            tensor_or_undefined(o.mask_plan), tensor_or_undefined(o.rng_state),
-                            tensor_or_undefined(o.alibi_slopes), tensor_or_undefined(sinks)});
+    // Optional tensors are saved where given; the flags tell which.
+    variable_list tensors{query, key, value, out, lse};
+    tensors.reserve(8);
+    int64_t flags = (o.is_causal ? kIsCausal : 0) | (o.bottom_right ? kBottomRight : 0) |
+                    (o.deterministic ? kIsDeterministic : 0) | (o.batch_invariant ? kIsBatchInvariant : 0);
+    const auto keep = [&](const OptTensor& t, Flag flag) {
+      if (!given(t)) return;
+      tensors.push_back(*t);
+      flags |= flag;
+    };
+    keep(attn_mask, kHasMask);
+    keep(o.mask_plan, kHasPlan);
+    keep(o.rng_state, kHasRngState);
+    keep(o.alibi_slopes, kHasAlibi);
+    keep(sinks, kHasSinks);
+    ctx->save_for_backward(std::move(tensors));
     auto& saved = ctx->saved_data;
-    saved["flags"] = (o.is_causal ? kIsCausal : 0) | (o.bottom_right ? kBottomRight : 0) |
-                     (o.deterministic ? kIsDeterministic : 0) | (o.batch_invariant ? kIsBatchInvariant : 0);
+    saved["flags"] = flags;
     if (o.scale) saved["scale"] = *o.scale;
     if (o.dropout_p != 0.0) saved["dropout_p"] = o.dropout_p;
     if (o.softcap != 0.0) saved["softcap"] = o.softcap;
@@ -56,9 +78,6 @@ struct Attention : torch::autograd::Function<Attention> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
     const auto saved = ctx->get_saved_variables();
-    const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); };
-    const OptTensor attn_mask = optional(saved[5]), mask_plan = optional(saved[6]), rng_state = optional(saved[7]),
-                    alibi_slopes = optional(saved[8]), sinks = optional(saved[9]);
     const auto& data = ctx->saved_data;
     const auto number = [&](const char* name) {
       const auto it = data.find(name);
@@ -69,6 +88,10 @@ struct Attention : torch::autograd::Function<Attention> {
       return it == data.end() ? c10::SymInt(-1) : it->second.toSymInt();
     };
     const int64_t flags = data.at("flags").toInt();
+    size_t next = 5;
+    const auto kept = [&](Flag flag) { return flags & flag ? OptTensor(saved[next++]) : OptTensor(); };
+    const OptTensor attn_mask = kept(kHasMask), mask_plan = kept(kHasPlan), rng_state = kept(kHasRngState),
+                    alibi_slopes = kept(kHasAlibi), sinks = kept(kHasSinks);
     const Options options{attn_mask,
                           mask_plan,
                           rng_state,
@@ -90,7 +113,10 @@ struct Attention : torch::autograd::Function<Attention> {
     const std::array<bool, 5> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                      mask_grad, sinks_grad};
     const Call call{saved[0], saved[1], saved[2], options};
-    const auto run = [&] { return call_backward(optional(grads[0]), optional(grads[1]), call, saved[3], saved[4], wanted); };
+    const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); };
+    const auto run = [&] {
+      return call_backward(optional(grads[0]), optional(grads[1]), call, saved[3], saved[4], wanted);
+    };
     BackwardResult result;
     if (at::GradMode::is_enabled()) {  // create_graph=True: let the op's own autograd kernel refuse differentiation
       result = run();

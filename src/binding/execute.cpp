@@ -246,8 +246,8 @@ Tensor mask_plan_on_device(const Tensor& attn_mask) {
   MaskPlanParams params;
   params.mask = mask_view(attn_mask);
   const auto options = attn_mask.options().dtype(at::kInt);
-  if (attn_mask.numel() == 0) return at::zeros(plan_shape<int64_t>(attn_mask.sizes()), options);
   Tensor plan = at::empty(plan_shape<int64_t>(attn_mask.sizes()), options);  // the kernel writes every word
+  if (plan.numel() == 0) return plan;
   params.plan = plan.mutable_data_ptr<int32_t>();
   launch(*entry, attn_mask.device(), &params);
   return plan;

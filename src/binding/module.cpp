@@ -1,8 +1,10 @@
 // torch_flashsdpa._C: shows the binding to Python. No decision is taken here.
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/headeronly/version.h>
 
@@ -109,6 +111,16 @@ py::object scope_none() {
   return *token;
 }
 
+// torch's own _stash_obj_in_tls() takes over its caller's reference in torch 2.11 and does not in 2.13.
+py::object swap_scope(const py::object& token) {
+  using Store = at::impl::ThreadLocalPythonObjects;
+  py::object previous = scope_none();
+  if (Store::contains(kScopeKey))
+    previous = py::reinterpret_borrow<py::object>(Store::get(kScopeKey)->ptr(getPyInterpreter()));
+  Store::set(kScopeKey, std::make_shared<c10::SafePyObject>(token.inc_ref().ptr(), getPyInterpreter()));
+  return previous;
+}
+
 py::list kernel_list() {
   py::list list;
   int count = 0;
@@ -197,6 +209,8 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("scope_token", &scope_token, "backend"_a, "strict"_a,
         "The interned object that stands for a scope entered now; stash it in torch's thread-local store.");
+  m.def("swap_scope", &swap_scope, "token"_a,
+        "Put a token in force on this thread (torch carries it to its autograd threads); returns the one it replaces.");
   m.def("scope_none", &scope_none, "The object that stands for no scope.");
   m.def("current_selection", [] {
     const Selection s = current_selection();

@@ -8,16 +8,11 @@ namespace flashsdpa {
 
 namespace {
 
-bool broadcasts_over(const Tensor& mask, int64_t axis) {
-  if (equals(mask.sym_size(axis), 1)) return true;
-  return !mask.requires_grad() && equals(mask.sym_stride(axis), 0) &&
+// A broadcast axis of size n repeats one row: size 1 says the same, and costs the plan and the kernels less. Where a
+// gradient is wanted the axis stays: its gradient has n rows.
+bool collapses(const Tensor& mask, int64_t axis) {
+  return !mask.requires_grad() && !equals(mask.sym_size(axis), 1) && equals(mask.sym_stride(axis), 0) &&
          TORCH_GUARD_OR_FALSE(mask.sym_size(axis).sym_ge(2));
-}
-
-// A broadcast axis of size n repeats one row: size 1 says the same, and costs the plan and the kernels less.
-Tensor collapse(Tensor mask, int64_t axis) {
-  if (equals(mask.sym_size(axis), 1) || !broadcasts_over(mask, axis)) return mask;
-  return mask.narrow(axis, 0, 1);
 }
 
 Tensor at_rank(Tensor t, int64_t rank) {
@@ -88,35 +83,30 @@ bool flatten_inputs(Normalised& r, int64_t count, Reasons& reasons) {
   return complete;
 }
 
-bool normalise_mask(const Tensor& given_mask, Normalised& r, int64_t rank, Reasons& reasons) {
-  if (given_mask.dim() > rank) {
-    reasons.add("attn_mask has ", given_mask.dim(), " dimensions, query ", rank, "; give at most the query's");
-    return false;
+// `mask` with broadcast axes of size 1, and axes of size 1 put before it. One view in eager mode; a graph gets the
+// plain ones, which a compiler understands better.
+Tensor view_mask(const Tensor& mask, int64_t rank, bool traced) {
+  int64_t collapsing = 0;
+  for (int64_t axis = 0; axis < mask.dim(); ++axis) collapsing += collapses(mask, axis);
+  if (collapsing == 0 && mask.dim() == rank) return mask;
+  if (traced || mask.requires_grad()) {
+    Tensor view = mask;
+    for (int64_t axis = 0; axis < mask.dim(); ++axis)
+      if (collapses(mask, axis)) view = view.narrow(axis, 0, 1);
+    return at_rank(view, rank);
   }
-  const int64_t leading = rank - 3;
-  Tensor mask = at_rank(given_mask, std::max<int64_t>(rank, 4));
-  for (int64_t axis = 0; axis < mask.dim(); ++axis) mask = collapse(std::move(mask), axis);
-  if (leading > 1) {
-    bool broadcast = true, full = true;
-    for (int64_t axis = 0; axis < leading; ++axis) {
-      broadcast = broadcast && equals(mask.sym_size(axis), 1);
-      full = full && equals(mask.sym_size(axis), r.leading[axis]);
-    }
-    if (!broadcast && !(full && flattens(mask, leading))) {
-      reasons.add("attn_mask broadcasts over some of the ", leading,
-                  " batch axes; flashsdpa takes masks that have all of them as one axis in memory, or none");
-      return false;
-    }
-    mask = flatten_leading(mask, leading);
+  c10::DimVector sizes(rank - mask.dim(), 1), strides(rank - mask.dim(), 0);
+  for (int64_t axis = 0; axis < mask.dim(); ++axis) {
+    sizes.push_back(collapses(mask, axis) ? 1 : mask.size(axis));
+    strides.push_back(mask.stride(axis));
   }
-  r.attn_mask = std::move(mask);
-  return true;
+  return mask.as_strided(sizes, strides);
 }
 
 }  // namespace
 
-bool normalise(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, bool enable_gqa,
-               Normalised& r, Reasons& reasons) {
+bool normalise_inputs(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa, Normalised& r,
+                      Reasons& reasons) {
   const int64_t rank = query.dim();
   if (rank < 2 || key.dim() != rank || value.dim() != rank) {
     reasons.add("query, key, value have ", rank, ", ", key.dim(), ", ", value.dim(),
@@ -136,7 +126,32 @@ bool normalise(const Tensor& query, const Tensor& key, const Tensor& value, cons
                 "; without enable_gqa give equal counts, or one key and value head");
     if (!reasons.collecting()) return false;
   }
-  return !given(attn_mask) || normalise_mask(*attn_mask, r, rank, reasons);
+  return true;
+}
+
+bool normalise_mask(const OptTensor& attn_mask, bool traced, Normalised& r, Reasons& reasons) {
+  if (!given(attn_mask)) return true;
+  if (attn_mask->dim() > r.rank) {
+    reasons.add("attn_mask has ", attn_mask->dim(), " dimensions, query ", r.rank, "; give at most the query's");
+    return false;
+  }
+  const int64_t leading = r.rank - 3;
+  Tensor mask = view_mask(*attn_mask, std::max<int64_t>(r.rank, 4), traced);
+  if (leading > 1) {
+    bool broadcast = true, full = true;
+    for (int64_t axis = 0; axis < leading; ++axis) {
+      broadcast = broadcast && equals(mask.sym_size(axis), 1);
+      full = full && equals(mask.sym_size(axis), r.leading[axis]);
+    }
+    if (!broadcast && !(full && flattens(mask, leading))) {
+      reasons.add("attn_mask broadcasts over some of the ", leading,
+                  " batch axes; flashsdpa takes masks that have all of them as one axis in memory, or none");
+      return false;
+    }
+    mask = flatten_leading(mask, leading);
+  }
+  r.attn_mask = std::move(mask);
+  return true;
 }
 
 Tensor restore_rank(const Tensor& out, const Normalised& from) {

@@ -14,9 +14,10 @@ struct Normalised {
   int64_t rank = 4;
 };
 
-// Returns whether `result` is complete; a reason says why not.
-bool normalise(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, bool enable_gqa,
-               Normalised& result, Reasons& reasons);
+// Each returns whether its part of `result` is complete; a reason says why not. The inputs come first.
+bool normalise_inputs(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa, Normalised& result,
+                      Reasons& reasons);
+bool normalise_mask(const OptTensor& attn_mask, bool traced, Normalised& result, Reasons& reasons);
 
 // The caller's rank back from a (batch, heads, length, head_dim) output.
 Tensor restore_rank(const Tensor& out, const Normalised& from);

@@ -112,31 +112,31 @@ TORCH_LIBRARY(flashsdpa, m) {
 }
 
 TORCH_LIBRARY_IMPL(flashsdpa, Meta, m) {
-  m.impl("forward", &forward_meta);
-  m.impl("backward", &backward_meta);
-  m.impl("mask_plan", &mask_plan_meta);
+  m.impl("forward", TORCH_FN(forward_meta));
+  m.impl("backward", TORCH_FN(backward_meta));
+  m.impl("mask_plan", TORCH_FN(mask_plan_meta));
 }
 
-TORCH_LIBRARY_IMPL(flashsdpa, CompositeExplicitAutograd, m) { m.impl("rng_state", &rng_state); }
+TORCH_LIBRARY_IMPL(flashsdpa, CompositeExplicitAutograd, m) { m.impl("rng_state", TORCH_FN(rng_state)); }
 
 // One implementation for both devices: c10 gives the device guard and the stream, the kernel table the launcher.
 void register_device(torch::Library& m) {
-  m.impl("forward", &forward_on_device);
-  m.impl("backward", &backward_on_device);
-  m.impl("mask_plan", &mask_plan_on_device);
+  m.impl("forward", TORCH_FN(forward_on_device));
+  m.impl("backward", TORCH_FN(backward_on_device));
+  m.impl("mask_plan", TORCH_FN(mask_plan_on_device));
 }
 TORCH_LIBRARY_IMPL(flashsdpa, CPU, m) { register_device(m); }
 TORCH_LIBRARY_IMPL(flashsdpa, CUDA, m) { register_device(m); }
 
 TORCH_LIBRARY_IMPL(flashsdpa, Autograd, m) {
-  m.impl("forward", &forward_autograd);
+  m.impl("forward", TORCH_FN(forward_autograd));
   m.impl("backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("mask_plan", torch::CppFunction::makeFallthrough());
   m.impl("rng_state", torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(flashsdpa, AutocastCPU, m) { m.impl("forward", &forward_autocast_cpu); }
-TORCH_LIBRARY_IMPL(flashsdpa, AutocastCUDA, m) { m.impl("forward", &forward_autocast_cuda); }
+TORCH_LIBRARY_IMPL(flashsdpa, AutocastCPU, m) { m.impl("forward", TORCH_FN(forward_autocast_cpu)); }
+TORCH_LIBRARY_IMPL(flashsdpa, AutocastCUDA, m) { m.impl("forward", TORCH_FN(forward_autocast_cuda)); }
 
 namespace {
 
@@ -157,7 +157,7 @@ void install_router() {
   c10::WarningUtils::WarningHandlerGuard guard(&silence);
   auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten",
                                                   c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
-  library->impl("scaled_dot_product_attention", &route);
+  library->impl("scaled_dot_product_attention", TORCH_FN(route));
   router_library = std::move(library);
 }
 

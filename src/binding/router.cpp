@@ -18,6 +18,11 @@ std::atomic<Hook> hook{nullptr};
 
 bool python_dispatch(const Tensor& t) { return t.defined() && t.unsafeGetTensorImpl()->is_python_dispatch(); }
 
+bool any_python_dispatch(const Request& r) {
+  return python_dispatch(r.query) || python_dispatch(r.key) || python_dispatch(r.value) ||
+         (r.attn_mask.has_value() && python_dispatch(*r.attn_mask));
+}
+
 Tensor stock(const Request& r) {
   return at::native::scaled_dot_product_attention(r.query, r.key, r.value, r.attn_mask, r.dropout_p, r.is_causal,
                                                   r.scale, r.enable_gqa);
@@ -37,11 +42,13 @@ void decide(const Request& r, const at::Device& device, const Selection& selecti
   if (selection.backend == Backend::kStock && reasons.add("the selection is stock")) return;
   if (torch_leaves_to_stock(selection) && reasons.add(reasons.collecting() ? torch_backends_text() : std::string()))
     return;
-  if (!readable || !normalise(r.query, r.key, r.value, r.attn_mask, r.enable_gqa, n, reasons)) return;
+  if (!readable || !normalise_inputs(r.query, r.key, r.value, r.enable_gqa, n, reasons)) return;
+  // Before the mask is looked at: a call that "auto" leaves to stock should not pay for it.
+  if (selection.backend == Backend::kAuto) check_auto({n.query, n.key, n.value, raw_options, device}, reasons);
+  if (!reasons.ok() && !reasons.collecting()) return;
+  if (!normalise_mask(r.attn_mask, any_python_dispatch(r), n, reasons)) return;
   const Options options{.attn_mask = n.attn_mask, .is_causal = r.is_causal, .scale = r.scale};
-  const Call call{n.query, n.key, n.value, options, device};
-  check_shapes(call, reasons);
-  if (selection.backend == Backend::kAuto && reasons.ok()) check_auto(call, reasons);
+  check_shapes({n.query, n.key, n.value, options, device}, reasons);
 }
 
 void notify(const Request& r, const char* kernel, const std::vector<std::string>& reasons, const Selection& selection,
@@ -100,8 +107,7 @@ Tensor refuse(const Request& r, const Selection& selection, bool traced) {
 Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, double dropout_p,
              bool is_causal, std::optional<double> scale, bool enable_gqa) {
   const Request request{query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa};
-  const bool traced = python_dispatch(query) || python_dispatch(key) || python_dispatch(value) ||
-                      (attn_mask.has_value() && python_dispatch(*attn_mask));
+  const bool traced = any_python_dispatch(request);
   const Selection selection = traced ? traced_selection(request) : current_selection();
   if (selection.backend == Backend::kStock && !observing()) return stock(request);
   Normalised n;
