@@ -68,7 +68,7 @@ def test_up_033_hand_written_attention_keeps_its_scale_under_a_compiler(ours):
         return (q @ k.transpose(-1, -2) / 8**-0.5 + mask).softmax(-1) @ v
 
     out = torch.compile(attend)(q, k, v, mask)  # inductor, whose pattern matcher looks for this very form
-    assert (out - want64(q, k, v, mask[None, None], Call(scale=8**0.5))).nan_to_num(0.0).abs().max() < 1e-5
+    assert (out - want64(q, k, v, mask[None, None], Call(scale=8**0.5))).abs().max() < 2e-4  # scores near 60
 
 
 def test_up_073_compiled_graph_meets_an_empty_batch(ours, routed):
@@ -129,7 +129,7 @@ def test_up_085_torchs_context_manager_inside_a_compiled_region(routed):
 
 
 def test_up_087_is_causal_computed_from_a_dynamic_length(ours):
-    """A compiler specialises it with a guard; torch.export says that it must be a bool. Neither freezes it silently."""
+    """With a static length it is specialised with a guard; a symbolic bool is refused in torch's words. Never frozen."""
 
     def attend(q, k, v):
         return sdpa(q, k, v, is_causal=q.size(-2) > 1)
@@ -138,12 +138,13 @@ def test_up_087_is_causal_computed_from_a_dynamic_length(ours):
         def forward(self, q, k, v):
             return attend(q, k, v)
 
-    function = compiled(attend, dynamic=True)
+    function = compiled(attend, dynamic=False)
     for seq in (9, 1, 30):
         tensors = normal(f"up087{seq}", (1, 2, seq, 8), *[(1, 2, 30, 8)] * 2)
         assert (function(*tensors) - want64(*tensors, call=Call(is_causal=seq > 1))).abs().max() < 1e-5
+    with pytest.raises(Exception, match="is_causal"):
+        compiled(attend, dynamic=True)(*tensors)
     lengths = torch.export.Dim("queries", min=1, max=64)
-    tensors = normal("up087", (1, 2, 9, 8), *[(1, 2, 30, 8)] * 2)
     with torch_flashsdpa.route_in_export(), pytest.raises(Exception, match="is_causal"):
         torch.export.export(Attend(), tensors, dynamic_shapes=({2: lengths}, None, None))
 

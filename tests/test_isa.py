@@ -1,11 +1,13 @@
 """Every instruction set that this machine can run, each in a process of its own: the choice is made once per process."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 PROGRAM = """
-import json, torch
+import json, sys, torch
+sys.path.insert(0, {tests!r})
 from torch_flashsdpa._loader import binding
 _C = binding()
 from cases import *
@@ -34,7 +36,7 @@ def test_instruction_set(run_python, isa):
     """The oracles hold for it, and the kernels that ran are its own (or, where it has none for a dtype, lower ones)."""
     if not available().get(isa):
         pytest.skip(f"this processor has no {isa}")
-    names, features = json.loads(run_python(PROGRAM, env={"TORCH_FLASHSDPA_CPU_ISA": isa}).splitlines()[-1])
+    names, features = json.loads(run_python(PROGRAM.format(tests=str(Path(__file__).parent)), env={"TORCH_FLASHSDPA_CPU_ISA": isa}).splitlines()[-1])
     assert features[isa] and not any(features[higher] for higher in ORDER[ORDER.index(isa) + 1 :])
     sets = {name.rsplit("_", 1)[1] for name in names}
     assert isa in sets and sets <= set(ORDER[: ORDER.index(isa) + 1])
@@ -46,10 +48,9 @@ def test_instruction_set(run_python, isa):
 def test_a_cap_above_the_processor_gives_its_best(run_python):
     features = available()
     best = [isa for isa in ORDER if features.get(isa)][-1]
-    code = ("import torch, torch_flashsdpa as t; from torch_flashsdpa._loader import binding; binding()\\n"
-            "q = torch.randn(1, 1, 4, 8)\\n"
-            "print(t.explain(q, q, q, backend='flashsdpa').chosen)").replace("\\\\n", "\\n")
-    out = run_python(code.replace("\\n", "\n"), env={"TORCH_FLASHSDPA_CPU_ISA": "amx"})
+    code = ("import torch, torch_flashsdpa as t; q = torch.randn(1, 1, 4, 8); "
+            "print(t.explain(q, q, q, backend='flashsdpa').chosen)")
+    out = run_python(code, env={"TORCH_FLASHSDPA_CPU_ISA": "amx"})
     assert out.endswith(best) or best == "amx"
 
 

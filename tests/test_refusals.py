@@ -21,7 +21,7 @@ def qkv(*shape, dtype=torch.float32):
 FOUR = qkv(2, 4, 5, 8)
 STRIDED_BATCH = torch.randn(2, 6, 3, 5, 8)[:, :3]  # two batch axes that are not one axis in memory
 
-# name -> (arguments, a part of the reason, whether stock serves the call; None: it returns whatever lies in memory)
+# name -> (arguments, a part of the reason, whether stock serves the call; None: it does, unchecked)
 REASONS = {
     "dropout": (dict(**FOUR, dropout_p=0.3), "dropout_p is 0.3; flashsdpa kernels take 0.0", True),
     "dropout of all": (dict(**FOUR, dropout_p=1.0), "dropout_p is 1; flashsdpa kernels take 0.0", True),
@@ -32,12 +32,12 @@ REASONS = {
     "mixed dtypes": (dict(FOUR, key=FOUR["key"].double()), "have dtypes float32, float64, float32; give one dtype", False),
     "devices": (dict(FOUR, key=FOUR["key"].to("meta")), "are on cpu, meta, cpu; give them on one device", False),
     "rank 1": (dict(query=normal(8), key=normal(8), value=normal(8)), "have 1, 1, 1 dimensions; give the same number, 2 or more", False),
-    "ranks differ": (dict(FOUR, key=normal(4, 5, 8)), "have 4, 3, 4 dimensions; give the same number", False),
+    "ranks differ": (dict(FOUR, key=normal(4, 5, 8)), "have 4, 3, 4 dimensions; give the same number", None),
     "batch sizes": (dict(FOUR, key=normal(3, 4, 5, 8), value=normal(3, 4, 5, 8)), "have sizes 2, 3, 3 on batch axis 0; give equal sizes or 1", False),
     "batch strides": (dict(query=STRIDED_BATCH, key=STRIDED_BATCH, value=STRIDED_BATCH), "query has 5 dimensions whose leading strides are not one batch axis; make it contiguous", True),
     "heads without the flag": (dict(FOUR, key=normal(2, 2, 5, 8), value=normal(2, 2, 5, 8)), "query has 4 heads, key 2; without enable_gqa give equal counts", False),
     "heads not a multiple": (dict(FOUR, key=normal(2, 3, 5, 8), value=normal(2, 3, 5, 8), enable_gqa=True), "query heads must be a multiple of key heads", False),
-    "kv heads differ": (dict(FOUR, value=normal(2, 2, 5, 8), enable_gqa=True), "key and value heads differ", False),
+    "kv heads differ": (dict(FOUR, value=normal(2, 2, 5, 8), enable_gqa=True), "key and value heads differ", None),
     "head_dims differ": (dict(FOUR, key=normal(2, 4, 5, 7)), "query and key head_dim differ", False),
     "kv lengths differ": (dict(FOUR, value=normal(2, 4, 6, 8)), "key and value lengths differ", None),
     "mask dtype": (dict(FOUR, attn_mask=torch.ones(5, 5, dtype=torch.float64)), "attn_mask has dtype float64; supported: bool, float32, or the query's float32", False),

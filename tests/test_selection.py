@@ -1,5 +1,6 @@
 """Who serves F.scaled_dot_product_attention: the default of the process, scopes of a thread, torch's own switches."""
 
+import sys
 import threading
 
 import pytest
@@ -148,6 +149,16 @@ def test_scope_holds_for_recomputation_in_backward(routed, use_reentrant):
 
     with sdpa_backend("flashsdpa"):
         assert routed(step) == 2  # forward, and again in backward
+
+
+def test_scopes_keep_the_count_of_references():
+    """The thread-local store of some torch releases takes a reference that it was not given."""
+    token = binding().scope_token(1, False)
+    before = sys.getrefcount(token)
+    for _ in range(5):
+        with sdpa_backend("flashsdpa"), sdpa_backend("flashsdpa"):
+            pass
+    assert sys.getrefcount(token) == before
 
 
 def test_strict_scope_inside_a_lenient_default():

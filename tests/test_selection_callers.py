@@ -228,13 +228,13 @@ def test_dtensor_keeps_its_own_rules(routed, mesh):
     from torch.distributed.tensor import DTensor, Shard
 
     local = make()
-    inputs = [DTensor.from_local(t, mesh, [Shard(1)]) for t in local]  # 8 heads over two ranks
+    inputs = [DTensor.from_local(t, mesh, [Shard(0)]) for t in local]  # a batch of 4 over two ranks
     # torch needs a minute to find shardings for its fused CPU kernel; its math path has rules, and shows the same.
     with sdpa_kernel(SDPBackend.MATH):
         wanted = sdpa(*inputs)
         with sdpa_backend("flashsdpa"), record_dispatch() as seen:
             out = sdpa(*inputs)
-    assert isinstance(out, DTensor) and out.placements == wanted.placements and out.shape == (2, 8, 12, 8)
+    assert isinstance(out, DTensor) and out.placements == wanted.placements and out.shape == (4, 4, 12, 8)
     torch.testing.assert_close(out.to_local(), wanted.to_local())
     assert {row["kernel"] for row in seen.rows} == {"stock"}
     with sdpa_backend("flashsdpa", strict=True), pytest.raises(RuntimeError, match="query is a DTensor"):

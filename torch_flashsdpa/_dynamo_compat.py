@@ -48,7 +48,9 @@ def install_guard(module, *attributes):
     current_tx, attr_source, constant_match, install = parts
     try:
         tx = current_tx()
-    except AttributeError:  # AOTAutograd's own pass, make_fx, a plain FakeTensorMode: nobody to guard
+    except AttributeError:
+        tx = None
+    if tx is None:  # AOTAutograd's own pass, make_fx, a plain FakeTensorMode: nobody to guard
         return False
     source = tx.import_source(module)
     for attribute in attributes:

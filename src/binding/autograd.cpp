@@ -20,11 +20,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Neither derivatives nor devices have a rule for these, and the dispatcher would say so less clearly.
-bool unserved(const Tensor& t) {
-  return t.defined() && (t.layout() != at::kStrided || t.is_nested() || t._fw_grad(0).defined());
-}
-
 // Options that are rarely set are stored only when set: a small call's host time is mostly bookkeeping.
 enum Flag : int64_t {
   kIsCausal = 1,
@@ -149,9 +144,13 @@ ForwardResult forward_autocast(const Call& call, c10::DispatchKey autocast_key, 
 ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
   const Call call{query, key, value, options};
+  // Refused here, since below autograd a tangent is out of sight, a missing backward is noticed too late, and the
+  // dispatcher speaks less clearly of layouts.
   const bool grad = needs_grad(call) || (at::GradMode::is_enabled() && given(sinks) && sinks->requires_grad());
-  if (grad || unserved(query) || unserved(key) || unserved(value) || unserved(tensor_or_undefined(attn_mask)))
-    require("flashsdpa::forward", call);
+  Reasons reasons;
+  check_transforms(call, reasons);
+  if (!reasons.ok() || (grad && !has_backward(call)) || !is_dense(query) || !is_dense(key) || !is_dense(value))
+    raise("flashsdpa::forward", call);
   if (grad) {
     auto outputs = Attention::apply(query, key, value, attn_mask, sinks, call);
     return {std::move(outputs[0]), std::move(outputs[1])};

@@ -29,13 +29,16 @@ bool check_kind(const char* name, const Tensor& t, Reasons& reasons) {
     if (reasons.add(name, " is nested or has layout ", t.layout(), "; flashsdpa kernels take dense strided tensors"))
       return true;
   }
+  return false;
+}
+
+bool check_transform(const char* name, const Tensor& t, Reasons& reasons) {
+  if (!t.defined()) return false;
   if (t.key_set().has_any(kFunctorchKeys) &&
       reasons.add(name, " is wrapped by a torch.func transform; flashsdpa has no rule for it"))
     return true;
-  if (t._fw_grad(0).defined() &&
-      reasons.add(name, " carries a forward-mode tangent; flashsdpa has reverse mode only"))
-    return true;
-  return false;
+  return t._fw_grad(0).defined() &&
+         reasons.add(name, " carries a forward-mode tangent; flashsdpa has reverse mode only");
 }
 
 // The dtypes that some forward kernel of this machine takes on `device`.
@@ -45,8 +48,6 @@ std::string supported_dtypes(Device device) {
     if (find_kernel(Pass::kForward, device, *to_dtype(type), kComputeCapability)) names.push_back(dtype_name(type));
   return names.empty() ? "none in this build" : join(names, ", ");
 }
-
-bool readable_shape(const Tensor& t) { return t.defined() && !t.is_nested() && t.layout() == at::kStrided; }
 
 // Options no kernel of this build serves.
 bool check_options(const Options& o, Reasons& reasons) {
@@ -118,6 +119,8 @@ const char* dtype_name(at::ScalarType type) {
   }
 }
 
+bool is_dense(const Tensor& t) { return t.defined() && !t.is_nested() && t.layout() == at::kStrided; }
+
 std::string shape_text(c10::SymIntArrayRef sizes) { return c10::str("(", c10::Join(", ", sizes), ")"); }
 
 bool needs_mask_grad(const Call& call) {
@@ -137,6 +140,12 @@ const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarTy
   return find_kernel(pass, *where, *type, *where == Device::kCuda ? kComputeCapability : 0);
 }
 
+void check_transforms(const Call& call, Reasons& reasons) {
+  check_transform("query", call.query, reasons) || check_transform("key", call.key, reasons) ||
+      check_transform("value", call.value, reasons) ||
+      (given(call.options.attn_mask) && check_transform("attn_mask", *call.options.attn_mask, reasons));
+}
+
 bool check_kinds(const Call& call, Reasons& reasons) {
   const Tensor &q = call.query, &k = call.key, &v = call.value;
   const OptTensor& mask = call.options.attn_mask;
@@ -145,7 +154,7 @@ bool check_kinds(const Call& call, Reasons& reasons) {
   if (check_kind("query", q, reasons) || check_kind("key", k, reasons) || check_kind("value", v, reasons)) return false;
   if (!q.defined() || !k.defined() || !v.defined()) return false;
   const bool readable =
-      readable_shape(q) && readable_shape(k) && readable_shape(v) && (!given(mask) || readable_shape(*mask));
+      is_dense(q) && is_dense(k) && is_dense(v) && (!given(mask) || is_dense(*mask));
 
   const auto dtype = q.scalar_type();
   if ((k.scalar_type() != dtype || v.scalar_type() != dtype) &&
@@ -271,15 +280,25 @@ const KernelEntry* backward_entry(const Call& call) {
   return table_entry(Pass::kBackward, call.device, call.query.scalar_type());
 }
 
-void require(const char* op, const Call& call) {
-  Reasons quick;
-  check_kinds(call, quick);
-  if (quick.ok()) check_shapes(call, quick);
-  if (quick.ok()) [[likely]] return;
+bool has_backward(const Call& call) {
+  if (call.device.is_meta()) return true;  // stands for every device
+  const KernelEntry* entry = backward_entry(call);
+  return entry != nullptr && (!needs_mask_grad(call) || (entry->features & kBiasGrad));
+}
+
+void raise(const char* op, const Call& call) {
   std::vector<std::string> list;
   Reasons reasons(&list);
+  check_transforms(call, reasons);
   if (check_kinds(call, reasons)) check_shapes(call, reasons);
   TORCH_CHECK(false, op, ": ", join(list, "; "));
+}
+
+void require(const char* op, const Call& call) {
+  Reasons reasons;
+  check_kinds(call, reasons);
+  if (reasons.ok()) check_shapes(call, reasons);
+  if (!reasons.ok()) [[unlikely]] raise(op, call);
 }
 
 void require_backward(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,

@@ -38,13 +38,17 @@ std::string join(const std::vector<std::string>& parts, const char* separator);
 
 std::optional<DType> to_dtype(at::ScalarType type);
 const char* dtype_name(at::ScalarType type);  // "float32"
+bool is_dense(const Tensor& t);              // defined, strided, not nested
 std::string shape_text(c10::SymIntArrayRef sizes);
 
 // Whether a gradient is asked of the call: of any input, of attn_mask.
 bool needs_grad(const Call& call);
 bool needs_mask_grad(const Call& call);
 
-// Everything that can be told without looking at a shape: options, tensor kinds, devices, dtypes, the kernel table.
+// Transforms that have no rule for the ops: torch.func wrappers and forward-mode tangents. Asked above autograd, where
+// they are seen; the kernels below need not ask again.
+void check_transforms(const Call& call, Reasons& reasons);
+// Everything else that can be told without looking at a shape: options, tensor kinds, devices, dtypes, the kernel table.
 // Returns whether the shapes can be looked at.
 bool check_kinds(const Call& call, Reasons& reasons);
 // Ranks, sizes and what the kernel entries make of them. 4-D tensors; guards as little as it can on symbolic sizes.
@@ -56,8 +60,12 @@ void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Rea
 const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarType dtype);
 const KernelEntry* forward_entry(const Call& call);
 const KernelEntry* backward_entry(const Call& call);
+// Whether a backward kernel gives every gradient that the call asks for.
+bool has_backward(const Call& call);
 
 // Raises one error that lists every reason.
+[[noreturn]] void raise(const char* op, const Call& call);
+// Raises it if there is a reason.
 void require(const char* op, const Call& call);
 // The same for flashsdpa::backward, with the tensors that only it takes.
 void require_backward(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,

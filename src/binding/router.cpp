@@ -36,7 +36,10 @@ Options options_of(const Request& r) {
 // first, so that a trace gets no guard where the answer cannot depend on it.
 void decide(const Request& r, const at::Device& device, const Selection& selection, Normalised& n, Reasons& reasons) {
   const Options raw_options = options_of(r);
-  const bool readable = check_kinds({r.query, r.key, r.value, raw_options, device}, reasons);
+  const Call raw{r.query, r.key, r.value, raw_options, device};
+  const bool readable = check_kinds(raw, reasons);
+  if (!reasons.ok() && !reasons.collecting()) return;
+  check_transforms(raw, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
   if (device.is_meta() && reasons.add("device is meta; supported: cpu, cuda")) return;
   if (selection.backend == Backend::kStock && reasons.add("the selection is stock")) return;
@@ -85,7 +88,9 @@ Selection traced_selection(const Request& r) {
   if (ask == nullptr) return {};
   const Options options = options_of(r);
   Reasons kinds;
-  check_kinds({r.query, r.key, r.value, options}, kinds);
+  const Call call{r.query, r.key, r.value, options};
+  check_kinds(call, kinds);
+  if (kinds.ok()) check_transforms(call, kinds);
   if (!kinds.ok() && !strict_possible()) return {};
   return ask(r.query, r.key, r.value, r.attn_mask);
 }

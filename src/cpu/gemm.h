@@ -16,7 +16,7 @@ inline void micro_tile(int64_t depth, const T* a, int64_t a_row, int64_t a_col, 
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) acc[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes<T>) : Vec<T>{};
+    for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec<T>{};
   for (int64_t k = 0; k < depth; ++k) {
     Vec<T> bk[kVecs];
 #pragma GCC unroll 4
@@ -33,7 +33,11 @@ inline void micro_tile(int64_t depth, const T* a, int64_t a_row, int64_t a_col, 
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) store(c + i * ldc + j * kLanes<T>, acc[i][j]);
+    for (int j = 0; j < kVecs; ++j) {
+      // Added at the end: rounding then grows with the number of tiles, not with the number of keys.
+      T* out = c + i * ldc + j * kLanes<T>;
+      store(out, kAccumulate ? load(out) + acc[i][j] : acc[i][j]);
+    }
 }
 
 template <typename T, int kVecs, bool kAccumulate>
