@@ -49,6 +49,13 @@ def virtual(elements, dtype):
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=dtype)
 
 
+def bytes_allocated(function):
+    """What torch's allocator handed out while function() ran, freed again or not."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    return sum(max(event.self_cpu_memory_usage, 0) for event in profile.events() if event.name != "[memory]")
+
+
 @dataclass(frozen=True)
 class Call:
     """The options of one call, named as the op's arguments; window is (left, right), -1 open."""
@@ -125,7 +132,10 @@ def attention64(q, k, v, mask, keep, scale):
     empty = ~keep.any(-1, keepdim=True)  # rows without a key: a softmax over zeros, dropped after
     scores = torch.where(keep, scores, -INF).masked_fill(empty, 0.0)
     weights = scores.softmax(-1).masked_fill(empty, 0.0)
-    lse = scores.logsumexp(-1).masked_fill(empty.squeeze(-1), -INF)
+    # Not scores.logsumexp(-1): its gradient is exp(score - lse), which loses log(n) where scores are near the lowest number.
+    top = scores.detach().amax(-1, keepdim=True) if scores.size(-1) else scores.new_full((*scores.shape[:-1], 1), -INF)
+    top = top.masked_fill(top == -INF, 0.0)
+    lse = (top + (scores - top).exp().sum(-1, keepdim=True).log()).squeeze(-1).masked_fill(empty.squeeze(-1), -INF)
     return weights @ v, lse, weights
 
 
@@ -189,7 +199,8 @@ def largest_terms(x, call, want):
     q, k, v, weights = (t.detach().float().abs() for t in (x.q, x.k, x.v, want.weights))  # a magnitude needs no float64
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scale = abs(call.scale_for(x.q.size(3)))
-    terms, delta_terms = {"out": weights @ v}, {}
+    keep = keep_of(x, call).expand(weights.shape)
+    terms, delta_terms = {"out": weights @ v, "score": scale * (q @ k.transpose(-1, -2))[keep]}, {}
     if x.grad_out is not None:
         grad = x.grad_out.float().abs()
         delta = (grad * want.out.float().abs()).sum(-1, keepdim=True)
@@ -274,14 +285,11 @@ def largest(t):
     return t.abs().max().item() if t.numel() else 0.0
 
 
-def bound_for(name, dtype, want, yardstick, terms, stored=0.0):
+def bound_for(dtype, want, yardstick, terms, inherited=0.0):
     """Twice the yardstick's error, plus a rounding step of the output, plus one of the accumulator over the terms, plus
-    what the backward inherits from out and lse as they are stored."""
-    if dtype == torch.float64:
-        return 1e-12 * max(largest(want), terms)
+    what the output inherits from intermediate values as they are stored. dtype: of the output."""
     error = (yardstick.double() - want).abs()
-    output = torch.float32 if name == "lse" else dtype
-    return 2 * largest(error) + rounding_step(output, largest(want)) + FLOAT32_EPS * terms + stored
+    return 2 * largest(error) + rounding_step(dtype, largest(want)) + FLOAT32_EPS * terms + inherited
 
 
 def check(x, call=Call(), run=run_op):
@@ -290,19 +298,28 @@ def check(x, call=Call(), run=run_op):
     dtype = x.q.dtype
     got, want = run(x, call), reference(x, call)
     yardstick, (terms, delta_terms) = math_path(x, call), largest_terms(x, call, want)
-    assert got.out.dtype == dtype, f"out is {got.out.dtype}, q is {dtype}"
-    compare("out", got.out, want.out, bound_for("out", dtype, want.out, yardstick.out, terms["out"]))
-    if got.lse is not None:
-        compare("lse", got.lse, want.lse, bound_for("lse", dtype, want.lse, yardstick.lse, 1.0))
-    leaf_of = dict(dq=x.q, dk=x.k, dv=x.v, dmask=x.mask)
-    # Relative, of every weight; beyond the cap log(n) itself would be lost in lse, which is no excuse.
+    # Relative errors of all weights: half a rounding step of a score, and for gradients of lse, from which the backward
+    # makes them. The cap: where lse has no digits left for the logarithm of the sum, that is no excuse.
+    score_error = FLOAT32_EPS / 2 * terms["score"]
     lse_error = min(rounding_step(torch.float32, largest(want.lse)) / 2, 2**-7)
-    out_error = torch.finfo(dtype).eps / 2  # relative, of every element of out
+    out_error = torch.finfo(dtype).eps / 2  # of out, from which the backward makes sum(grad_out * out)
+
+    def hold(name, tensor, kind, want, yardstick, terms, inherited):
+        assert tensor is not None and tensor.dtype == kind, f"{name} is {getattr(tensor, 'dtype', None)}, want {kind}"
+        if kind == torch.float64:
+            bound = 1e-12 * max(largest(want), terms)
+        else:
+            bound = bound_for(kind, want, yardstick, terms, inherited)
+        compare(name, tensor, want, bound)
+
+    hold("out", got.out, dtype, want.out, yardstick.out, terms["out"], score_error * terms["out"])
+    if got.lse is not None:
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        hold("lse", got.lse, kind, want.lse, yardstick.lse, max(terms["score"], 1.0), 0.0)
+    leaf_of = dict(dq=x.q, dk=x.k, dv=x.v, dmask=x.mask)
     for name, grad in got.grads.items():
-        kind = leaf_of[name].dtype
-        assert grad is not None and grad.dtype == kind, f"{name} is {grad if grad is None else grad.dtype}, want {kind}"
-        stored = lse_error * terms[name] + out_error * delta_terms.get(name, 0.0)
-        compare(name, grad, want.grads[name], bound_for(name, kind, want.grads[name], yardstick.grads[name], terms[name], stored))
+        inherited = (score_error + lse_error) * terms[name] + out_error * delta_terms.get(name, 0.0)
+        hold(name, grad, leaf_of[name].dtype, want.grads[name], yardstick.grads[name], terms[name], inherited)
     check_exact_zeros(x, call, got)
     return got
 

@@ -146,7 +146,7 @@ def test_up_087_is_causal_computed_from_a_dynamic_length(ours):
         compiled(attend, dynamic=True)(*tensors)
     lengths = torch.export.Dim("queries", min=1, max=64)
     with torch_flashsdpa.route_in_export(), pytest.raises(Exception, match="is_causal"):
-        torch.export.export(Attend(), tensors, dynamic_shapes=({2: lengths}, None, None))
+        torch.export.export(Attend(), tuple(tensors), dynamic_shapes=({2: lengths}, None, None))
 
 
 def test_up_088_dynamic_lengths_without_a_graph_break(ours, routed):

@@ -23,8 +23,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 STAMP = "build.txt"  # beside the two libraries: what they were built from
-# The first is compiled into _C.so, the rest into libflashsdpa_torch.so.
-MODULE_SOURCE = "module.cpp"
+# Sources that are compiled together. Parsing torch's headers is most of the time, so those that share the heavy ones
+# share a compiler run. The unit `module` becomes _C.so, the others libflashsdpa_torch.so.
+UNITS = {
+    "ops": ("ops.cpp", "autograd.cpp", "execute.cpp"),
+    "module": ("module.cpp",),
+    "router": ("router.cpp", "checks.cpp", "normalise.cpp", "selection.cpp", "auto_table.cpp", "report.cpp"),
+}
 
 
 class BuildError(RuntimeError):
@@ -58,7 +63,7 @@ def tag() -> str:
 def source_dir() -> Path:
     """Folder with params.h and binding/: the installed copy, or src/ of a checkout."""
     for folder in (PACKAGE / "_src", PACKAGE.parent / "src"):
-        if (folder / "binding" / MODULE_SOURCE).is_file():
+        if (folder / "binding" / "ops.cpp").is_file():
             return folder
     raise BuildError(f"no binding sources in {PACKAGE / '_src'} or {PACKAGE.parent / 'src'}; reinstall torch_flashsdpa")
 
@@ -91,20 +96,32 @@ def _compile_flags(sources: Path) -> list[str]:
     ]
 
 
-def _link_commands(compiler: str, objects: dict[str, Path], out: Path, lib: Path) -> list[tuple[Path, list[Path], list[str]]]:
+def _compile_commands(compiler: list[str], flags: list[str], sources: Path, work: Path) -> list[tuple[Path, Path, list[str]]]:
+    """(source, object, command) of each unit."""
+    commands = []
+    for unit, names in UNITS.items():
+        source = work / f"{unit}.cpp"
+        text = "".join(f'#include "{sources / "binding" / name}"\n' for name in names)
+        if not source.is_file() or source.read_text() != text:
+            source.write_text(text)
+        target = work / f"{unit}.o"
+        commands.append((source, target, [*compiler, *flags, "-c", str(source), "-o", str(target)]))
+    return commands
+
+
+def _link_commands(compiler: list[str], work: Path, out: Path, lib: Path) -> list[tuple[Path, list[Path], list[str]]]:
     """(product, inputs, command) of the two libraries, in the order to link them."""
     torch_lib = torch_dir() / "lib"
-    common = [compiler, "-shared", "-Wl,--as-needed", f"-L{torch_lib}"]
     library, module = out / "libflashsdpa_torch.so", out / "_C.so"
-    parts = [path for name, path in objects.items() if name != MODULE_SOURCE]
-    rpath = [f"-Wl,-rpath,{folder}" for folder in ("$ORIGIN/..", lib, torch_lib)]
+    parts = [work / f"{unit}.o" for unit in UNITS if unit != "module"]
+    common = [*compiler, "-shared", "-Wl,--as-needed", f"-L{torch_lib}", f"-L{lib}",
+              *(f"-Wl,-rpath,{folder}" for folder in ("$ORIGIN", "$ORIGIN/..", lib, torch_lib))]
+    libraries = ["-lflashsdpa", "-ltorch", "-ltorch_cpu", "-lc10"]
     return [
         (library, [*parts, lib / "libflashsdpa.so"],
-         [*common, *map(str, parts), "-o", str(library), f"-L{lib}", "-lflashsdpa", "-ltorch", "-ltorch_cpu", "-lc10",
-          "-Wl,-soname,libflashsdpa_torch.so", *rpath]),
-        (module, [objects[MODULE_SOURCE], library],
-         [*common, str(objects[MODULE_SOURCE]), "-o", str(module), f"-L{out}", "-lflashsdpa_torch", f"-L{lib}",
-          "-lflashsdpa", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-rpath,$ORIGIN", *rpath]),
+         [*common, *map(str, parts), "-o", str(library), "-Wl,-soname,libflashsdpa_torch.so", *libraries]),
+        (module, [work / "module.o", library],
+         [*common, str(work / "module.o"), "-o", str(module), f"-L{out}", "-lflashsdpa_torch", "-ltorch_python", *libraries]),
     ]
 
 
@@ -172,8 +189,8 @@ def build(out_dir: str | os.PathLike | None = None, force: bool = False, verbose
     if not (lib / "libflashsdpa.so").is_file():
         raise BuildError(f"{lib / 'libflashsdpa.so'} is missing; build the kernels first: "
                          "cmake -S . -B build -G Ninja && cmake --build build, or reinstall torch_flashsdpa")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
+    if not compiler:
         raise BuildError("no C++ compiler found; install g++ 11 or newer, or set CXX")
     lib = lib.resolve()
     out = Path(out_dir).resolve() if out_dir else default_out_dir()
@@ -194,11 +211,8 @@ def build(out_dir: str | os.PathLike | None = None, force: bool = False, verbose
             work = PACKAGE.parent / "build" / f"binding-{tag()}"
             work.mkdir(parents=True, exist_ok=True)
         ccache = [found] if (found := shutil.which("ccache")) else []
-        objects = {path.name: work / f"{path.stem}.o" for path in sorted((sources / "binding").glob("*.cpp"))}
-        compiles = [(sources / "binding" / name, output,
-                     [*ccache, *shlex.split(compiler), *flags, "-c", str(sources / "binding" / name), "-o", str(output)])
-                    for name, output in objects.items()]
-        links = _link_commands(compiler, objects, out, lib)
+        compiles = _compile_commands([*ccache, *compiler], flags, sources, work)
+        links = _link_commands(compiler, work, out, lib)
         ninja = _ninja()
         if ninja:
             _build_with_ninja(ninja, work, compiles, links, verbose)

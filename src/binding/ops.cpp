@@ -35,7 +35,7 @@ c10::TypedOperatorHandle<Fn> handle(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Fn>();
 }
 
-std::array<c10::SymInt, 4> sizes_of(const Tensor& t) {
+std::array<c10::SymInt, 4> sym_sizes_of(const Tensor& t) {
   const auto s = t.sym_sizes();
   return {s[0], s[1], s[2], s[3]};
 }
@@ -47,7 +47,7 @@ Tensor dense_meta(const std::array<c10::SymInt, 4>& sizes, const Tensor& like) {
 ForwardResult forward_meta(FLASHSDPA_FORWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
   require("flashsdpa::forward", {query, key, value, options});
-  auto sizes = sizes_of(query);
+  auto sizes = sym_sizes_of(query);
   sizes[3] = value.sym_size(3);
   return {dense_meta(sizes, query), at::empty_symint({sizes[0], sizes[1], sizes[2]},
                                                      query.options().dtype(accumulation_type(query.scalar_type())))};
@@ -57,7 +57,7 @@ BackwardResult backward_meta(FLASHSDPA_BACKWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
   require_backward({query, key, value, options}, grad_out, grad_lse, out, lse);
   const auto grad = [&](bool wanted, const Tensor& like) {
-    return wanted ? dense_meta(sizes_of(like), like) : at::empty({0}, query.options());
+    return wanted ? dense_meta(sym_sizes_of(like), like) : at::empty({0}, query.options());
   };
   return {grad(output_mask[0], query), grad(output_mask[1], key), grad(output_mask[2], value),
           output_mask[3] && given(attn_mask) ? at::empty_symint(attn_mask->sym_sizes(), attn_mask->options())

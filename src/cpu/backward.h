@@ -9,19 +9,32 @@
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
+// Calls visit(granule class, first key, keys) for every key tile the row tile attends.
+template <typename Visit>
+inline void for_each_key_tile(const Problem& p, const RowTile& tile, const Visit& visit) {
+  PlanCursor plan(p, tile);
+  const KeyRange range = key_range(p, tile);
+  for (int64_t kb = range.first; kb < range.last; ++kb) {
+    const int granule = plan.at(kb);
+    if (granule != kEmpty) visit(granule, kb * kTile, int(std::min<int64_t>(kTile, p.seq_k - kb * kTile)));
+  }
+}
+
 template <typename Engine> struct BackwardScratch {
   using In = typename Engine::In;
   using T = typename Engine::T;
   Engine engine;
   T* pt;     // (64 x kTileStride): S^T, then P^T
   T* dt;     // (64 x kTileStride): dP^T, then dS^T before the scale
-  T* lse;    // (64), +inf for a row with no key, so that every probability of it is 0
-  T* delta;  // (64): rowsum(O * dO) - dLSE
+  T* shift;   // (64): the log-sum-exp; +inf for a row with no key, so that every probability of it is 0
+  T* weight;  // (64): 1, and P = weight * exp(S - shift)
+  T* delta;   // (64): rowsum(O * dO) - dLSE
 
   BackwardScratch(Arena& arena, const Problem& p) : engine(arena, p) {
     pt = arena.take<T>(kTile * kTileStride);
     dt = arena.take<T>(kTile * kTileStride);
-    lse = arena.take<T>(kTile);
+    shift = arena.take<T>(kTile);
+    weight = arena.take<T>(kTile);
     delta = arena.take<T>(kTile);
   }
   static int64_t bytes(const Problem& p) {
@@ -33,7 +46,8 @@ template <typename Engine> struct BackwardScratch {
   void load_rows(const BackwardParams& a, const RowTile& tile) {
     const Problem& p = a.problem;
     engine.load_rows(a, tile);
-    for (int r = 0; r < kTile; ++r) lse[r] = std::numeric_limits<T>::infinity(), delta[r] = T(0);
+    bool coarse = false;
+    for (int r = 0; r < kTile; ++r) shift[r] = std::numeric_limits<T>::infinity(), weight[r] = T(1), delta[r] = T(0);
     for (int r = 0; r < tile.rows; ++r) {
       const int64_t b = tile.batch, h = tile.head[r], s = tile.query[r];
       const In* out = row_of<In>(a.out, b, h, s);
@@ -47,38 +61,48 @@ template <typename Engine> struct BackwardScratch {
       for (int i = 0; i < 8; ++i) delta[r] += sum[i];
       if (a.grad_lse) delta[r] -= static_cast<const T*>(a.grad_lse)[at];
       const T row_lse = static_cast<const T*>(a.lse)[at];
-      if (row_lse != kNegInf<T>) lse[r] = row_lse;
+      if (row_lse != kNegInf<T>) shift[r] = row_lse;
+      coarse |= std::abs(row_lse) > kCoarse && std::isfinite(row_lse);
     }
+    if (coarse) restore_sums(a, tile);
   }
 
-  // P = exp(S - lse) and dS = P * (dO V^T - delta) of one tile, transposed, in pt and dt.
-  void recompute(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
+  // A log-sum-exp of large magnitude (a row of the lowest finite bias, say) has no digits left for the logarithm of the
+  // sum: such rows get their maximum and sum again, from one more pass over their scores.
+  static constexpr T kCoarse = T(1 << 12);
+  void restore_sums(const BackwardParams& a, const RowTile& tile) {
+    SoftmaxState<T> state;
+    for (int r = 0; r < kTile; ++r) state.max[r] = kNegInf<T>, state.sum[r] = T(0);
+    for_each_key_tile(a.problem, tile, [&](int granule, int64_t first_key, int keys) {
+      load_scores(a, tile, granule, first_key, keys);
+      T alpha[kTile];
+      online_softmax(pt, tile.rows, keys, state, alpha);
+    });
+    for (int r = 0; r < tile.rows; ++r)
+      if (std::abs(shift[r]) > kCoarse && std::isfinite(shift[r])) shift[r] = state.max[r], weight[r] = T(1) / state.sum[r];
+  }
+
+  void load_scores(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
     engine.load_keys(a, tile.batch, tile.head[0] / (a.problem.heads_q / a.problem.heads_kv), first_key, keys);
     engine.scores(tile.rows, keys, pt);
     mask_scores(pt, a.problem, tile, granule, first_key, keys);
+  }
+
+  // P and dS = P * (dO V^T - delta) of one tile, transposed, in pt and dt.
+  void recompute(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
+    load_scores(a, tile, granule, first_key, keys);
     engine.grad_probabilities(tile.rows, keys, dt);
     for (int j = 0; j < keys; ++j) {
       T* p_row = pt + j * kTileStride;
       T* d_row = dt + j * kTileStride;
       for (int r = 0; r < tile.rows; r += kLanes<T>) {
-        const Vec<T> e = exp_nonpositive(load(p_row + r) - load(lse + r));
+        const Vec<T> e = exp_nonpositive(load(p_row + r) - load(shift + r)) * load(weight + r);
         store(p_row + r, e);
         store(d_row + r, e * (load(d_row + r) - load(delta + r)));
       }
     }
   }
 };
-
-// Calls visit(granule class, first key, keys) for every key tile the row tile attends.
-template <typename Visit>
-inline void for_each_key_tile(const Problem& p, const RowTile& tile, const Visit& visit) {
-  PlanCursor plan(p, tile);
-  const KeyRange range = key_range(p, tile);
-  for (int64_t kb = range.first; kb < range.last; ++kb) {
-    const int granule = plan.at(kb);
-    if (granule != kEmpty) visit(granule, kb * kTile, int(std::min<int64_t>(kTile, p.seq_k - kb * kTile)));
-  }
-}
 
 template <typename Engine>
 void backward_qkv(const BackwardParams& a, const Launch& launch) {
