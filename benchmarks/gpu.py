@@ -1,7 +1,6 @@
 """What the GPU benchmarks share: graph timing over rotated inputs, the copy ceiling, the record of the machine."""
 
 import datetime
-import os
 import re
 import statistics
 import subprocess
@@ -78,7 +77,7 @@ def record(rows):
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "commit": os.environ.get("FLASHSDPA_COMMIT") or output.commit(),
+        "commit": output.commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "clocks": smi("clocks.sm,clocks.mem,power.draw"),
         "rows": rows,

@@ -1,5 +1,5 @@
 """What all tests share: the package (an installed one first, else the checkout) and the helpers of this folder are
-importable, compiled code is cached in a folder of this session, and each test ends with stock attention."""
+importable, compiled code is cached in a folder of this run, and each test ends with stock attention."""
 
 import importlib.util
 import os
@@ -12,8 +12,9 @@ TESTS = Path(__file__).resolve().parent
 sys.path.append(str(TESTS))
 if importlib.util.find_spec("torch_flashsdpa") is None:
     sys.path.append(str(TESTS.parent))
-# A cache left by an earlier session must not stand for what this one compiles.
+# A cache left by an earlier run must not stand for what this one compiles.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="flashsdpa-inductor-"))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin at barriers starve each other on a busy machine
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
 for _name in ("TORCH_FLASHSDPA", "TORCH_FLASHSDPA_LOG"):
     os.environ.pop(_name, None)
@@ -58,7 +59,7 @@ def routed():
 def run_python(tmp_path):
     """run_python(code, env={...}): the standard output of a fresh Python; fails the test if that exits with an error.
 
-    The package comes from `package_root` (that of this session by default); with entry_point=True torch finds its entry
+    The package comes from `package_root` (the one under test by default); with entry_point=True torch finds its entry
     point although it may not be installed.
     """
 
