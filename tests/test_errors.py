@@ -29,7 +29,9 @@ BAD = {
     "float8": ({n: v.to(torch.float8_e4m3fn) for n, v in Q.items()}, "dtype is Float8_e4m3fn; supported on cpu"),
     "devices": (dict(key=t(2, 2, 7, 8).to("meta")), "query, key, value are on cpu, meta, cpu; give them on one device"),
     "sparse": (dict(query=t(2, 4, 5, 8).to_sparse()), "query is nested or has layout Sparse; .* take dense strided tensors"),
-    "mask dtype": (dict(attn_mask=t(1, 1, 5, 7, dtype=torch.int64)), "attn_mask has dtype int64; supported: bool, float32, or the query's float32"),
+    "mask dtype": (
+        dict(attn_mask=t(1, 1, 5, 7, dtype=torch.int64)),
+        "attn_mask has dtype int64; supported: bool, float32, or the query's float32"),
     "half mask": (dict(attn_mask=t(1, 1, 5, 7, dtype=torch.float16)), "attn_mask has dtype float16; supported: bool, float32"),
     "mask shape": (dict(attn_mask=t(1, 1, 5, 6)), r"attn_mask \(1, 1, 5, 6\) does not broadcast to \(2, 4, 5, 7\)"),
     "mask heads": (dict(attn_mask=t(1, 2, 5, 7)), r"attn_mask \(1, 2, 5, 7\) does not broadcast to \(2, 4, 5, 7\)"),
@@ -145,7 +147,8 @@ BACKWARD = {
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_op(name):
     change, match = BACKWARD[name]
-    arguments = {**Q, "out": OUT, "lse": LSE, "grad_out": OUT, "grad_lse": None, "output_mask": [True] * 3 + [False] * 2, **change}
+    arguments = {**Q, "out": OUT, "lse": LSE, "grad_out": OUT, "grad_lse": None,
+                 "output_mask": [True] * 3 + [False] * 2, **change}
     positional = [arguments.pop(n) for n in ("grad_out", "grad_lse", "query", "key", "value", "out", "lse")]
     with raises(match) as error:
         ops().backward(*positional, **arguments)

@@ -15,8 +15,12 @@ from oracle import check, check_counting, Call
 import torch_flashsdpa
 
 with torch_flashsdpa.profiler.kernels_run() as kernels:
-    for case in dim_cases() + mask_kind_cases()[::3] + band_cases()[::6] + decode_cases()[::3] + layout_cases()[::5] + head_cases()[::4]:
-        check(inputs(case), case.call)
+    for case in (dim_cases() + mask_kind_cases()[::3] + band_cases()[::6] + decode_cases()[::3] + layout_cases()[::5]
+                 + head_cases()[::4]):
+        try:
+            check(inputs(case), case.call)
+        except AssertionError as error:
+            raise AssertionError(case) from error
     for dtype in FLOATS:
         check_counting(1, 2, 1, 130, 200, 72, dtype, make_mask("granules", "isa", (1, 2, 130, 200), dtype), planned=True)
         check_counting(1, 1, 1, 70, 129, 256, dtype, None, Call(is_causal=True, bottom_right=True))
@@ -36,7 +40,8 @@ def test_instruction_set(run_python, isa):
     """The oracles hold for it, and the kernels that ran are its own (or, where it has none for a dtype, lower ones)."""
     if not available().get(isa):
         pytest.skip(f"this processor has no {isa}")
-    names, features = json.loads(run_python(PROGRAM.format(tests=str(Path(__file__).parent)), env={"TORCH_FLASHSDPA_CPU_ISA": isa}).splitlines()[-1])
+    out = run_python(PROGRAM.format(tests=str(Path(__file__).parent)), env={"TORCH_FLASHSDPA_CPU_ISA": isa})
+    names, features = json.loads(out.splitlines()[-1])
     assert features[isa] and not any(features[higher] for higher in ORDER[ORDER.index(isa) + 1 :])
     sets = {name.rsplit("_", 1)[1] for name in names}
     assert isa in sets and sets <= set(ORDER[: ORDER.index(isa) + 1])

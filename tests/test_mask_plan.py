@@ -117,7 +117,8 @@ def test_two_masks_of_one_shape_and_storage():
 
 @pytest.mark.parametrize("spoil", [
     lambda plan: plan.long(), lambda plan: plan[..., :-1], lambda plan: plan.expand(2, -1, -1),
-    lambda plan: plan[0], lambda plan: torch.stack([plan, plan], -1)[..., 0]], ids=("dtype", "words", "batch", "rank", "strides"))
+    lambda plan: plan[0], lambda plan: torch.stack([plan, plan], -1)[..., 0]],
+    ids=("dtype", "words", "batch", "rank", "strides"))
 def test_a_plan_that_does_not_fit_is_refused(spoil):
     x = inputs(Case("spoil", seq=(130, 130), mask="causal:qk"))
     plan = spoil(ops().mask_plan(x.mask))

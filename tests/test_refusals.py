@@ -26,25 +26,47 @@ REASONS = {
     "dropout": (dict(**FOUR, dropout_p=0.3), "dropout_p is 0.3; flashsdpa kernels take 0.0", True),
     "dropout of all": (dict(**FOUR, dropout_p=1.0), "dropout_p is 1; flashsdpa kernels take 0.0", True),
     "head_dim": (qkv(1, 1, 5, 257), "head_dim is 257; supported: 0 to 256", True),
-    "value head_dim": (dict(qkv(1, 1, 5, 8), value=normal(1, 1, 5, 258)), "head_dim of value is 258; supported: 0 to 256", True),
-    "float8": (qkv(1, 1, 5, 8, dtype=torch.float8_e4m3fn), "dtype is Float8_e4m3fn; supported on cpu: float32, bfloat16, float16, float64", False),
+    "value head_dim": (
+        dict(qkv(1, 1, 5, 8), value=normal(1, 1, 5, 258)), "head_dim of value is 258; supported: 0 to 256", True),
+    "float8": (
+        qkv(1, 1, 5, 8, dtype=torch.float8_e4m3fn),
+        "dtype is Float8_e4m3fn; supported on cpu: float32, bfloat16, float16, float64", False),
     "integer": ({n: v.long() for n, v in FOUR.items()}, "dtype is int64; supported on cpu", False),
-    "mixed dtypes": (dict(FOUR, key=FOUR["key"].double()), "have dtypes float32, float64, float32; give one dtype", False),
+    "mixed dtypes": (
+        dict(FOUR, key=FOUR["key"].double()), "have dtypes float32, float64, float32; give one dtype", False),
     "devices": (dict(FOUR, key=FOUR["key"].to("meta")), "are on cpu, meta, cpu; give them on one device", False),
-    "rank 1": (dict(query=normal(8), key=normal(8), value=normal(8)), "have 1, 1, 1 dimensions; give the same number, 2 or more", False),
+    "rank 1": (
+        dict(query=normal(8), key=normal(8), value=normal(8)),
+        "have 1, 1, 1 dimensions; give the same number, 2 or more", False),
     "ranks differ": (dict(FOUR, key=normal(4, 5, 8)), "have 4, 3, 4 dimensions; give the same number", None),
-    "batch sizes": (dict(FOUR, key=normal(3, 4, 5, 8), value=normal(3, 4, 5, 8)), "have sizes 2, 3, 3 on batch axis 0; give equal sizes or 1", False),
-    "batch strides": (dict(query=STRIDED_BATCH, key=STRIDED_BATCH, value=STRIDED_BATCH), "query has 5 dimensions whose leading strides are not one batch axis; make it contiguous", True),
-    "heads without the flag": (dict(FOUR, key=normal(2, 2, 5, 8), value=normal(2, 2, 5, 8)), "query has 4 heads, key 2; without enable_gqa give equal counts", False),
-    "heads not a multiple": (dict(FOUR, key=normal(2, 3, 5, 8), value=normal(2, 3, 5, 8), enable_gqa=True), "query heads must be a multiple of key heads", False),
-    "kv heads differ": (dict(FOUR, value=normal(2, 2, 5, 8), enable_gqa=True), "key and value heads differ", None),
+    "batch sizes": (
+        dict(FOUR, key=normal(3, 4, 5, 8), value=normal(3, 4, 5, 8)),
+        "have sizes 2, 3, 3 on batch axis 0; give equal sizes or 1", False),
+    "batch strides": (
+        dict(query=STRIDED_BATCH, key=STRIDED_BATCH, value=STRIDED_BATCH),
+        "query has 5 dimensions whose leading strides are not one batch axis; make it contiguous", True),
+    "heads without the flag": (
+        dict(FOUR, key=normal(2, 2, 5, 8), value=normal(2, 2, 5, 8)),
+        "query has 4 heads, key 2; without enable_gqa give equal counts", False),
+    "heads not a multiple": (
+        dict(FOUR, key=normal(2, 3, 5, 8), value=normal(2, 3, 5, 8), enable_gqa=True),
+        "query heads must be a multiple of key heads", False),
+    "kv heads differ": (
+        dict(FOUR, value=normal(2, 2, 5, 8), enable_gqa=True), "key and value heads differ", None),
     "head_dims differ": (dict(FOUR, key=normal(2, 4, 5, 7)), "query and key head_dim differ", False),
     "kv lengths differ": (dict(FOUR, value=normal(2, 4, 6, 8)), "key and value lengths differ", None),
-    "mask dtype": (dict(FOUR, attn_mask=torch.ones(5, 5, dtype=torch.float64)), "attn_mask has dtype float64; supported: bool, float32, or the query's float32", False),
-    "mask rank": (dict(FOUR, attn_mask=torch.ones(1, 1, 1, 5, 5)), "attn_mask has 5 dimensions, query 4; give at most the query's", False),
-    "mask shape": (dict(FOUR, attn_mask=torch.ones(5, 4)), "attn_mask (1, 1, 5, 4) does not broadcast to (2, 4, 5, 5)", False),
+    "mask dtype": (
+        dict(FOUR, attn_mask=torch.ones(5, 5, dtype=torch.float64)),
+        "attn_mask has dtype float64; supported: bool, float32, or the query's float32", False),
+    "mask rank": (
+        dict(FOUR, attn_mask=torch.ones(1, 1, 1, 5, 5)),
+        "attn_mask has 5 dimensions, query 4; give at most the query's", False),
+    "mask shape": (
+        dict(FOUR, attn_mask=torch.ones(5, 4)), "attn_mask (1, 1, 5, 4) does not broadcast to (2, 4, 5, 5)", False),
     "mask device": (dict(FOUR, attn_mask=torch.ones(5, 5).to("meta")), "attn_mask is on meta, query on cpu", None),
-    "partly broadcast batch": (dict(**qkv(2, 3, 4, 5, 8), attn_mask=torch.ones(2, 1, 1, 5, 5)), "attn_mask broadcasts over some of the 2 batch axes", True),
+    "partly broadcast batch": (
+        dict(**qkv(2, 3, 4, 5, 8), attn_mask=torch.ones(2, 1, 1, 5, 5)),
+        "attn_mask broadcasts over some of the 2 batch axes", True),
     "nested": (None, "query is nested or has layout", True),
     "sparse": ({n: v.to_sparse() for n, v in FOUR.items()}, "query is nested or has layout Sparse", False),
     "meta": ({n: v.to("meta") for n, v in FOUR.items()}, "device is meta; supported: cpu, cuda", True),
@@ -164,10 +186,10 @@ def test_torch_func_and_forward_mode_are_reasons():
 @pytest.mark.parametrize("feature", ("kCausal", "kBand", "kBoolMask", "kBias", "kBiasGrad", "kGqa"))
 def test_every_cpu_kernel_has_every_feature_that_could_be_a_reason(feature):
     """check_entry() names a missing feature; on the CPU no kernel lacks one, and this is where it would show."""
-    word = {"kCausal": "causal", "kBand": "band", "kBoolMask": "bool", "kBias": "bias", "kBiasGrad": "bias", "kGqa": "gqa"}[feature]
+    words = {"kCausal": "causal", "kBand": "band", "kBoolMask": "bool", "kBias": "bias", "kBiasGrad": "bias", "kGqa": "gqa"}
     for entry in binding().kernel_table():
         if entry["device"] == "cpu" and entry["pass"] in ("forward", "backward"):
-            assert any(word in name.lower() for name in entry["features"]), (entry["name"], entry["features"])
+            assert any(words[feature] in name.lower() for name in entry["features"]), (entry["name"], entry["features"])
 
 
 def test_strict_mode_serves_what_it_can(routed):
