@@ -48,12 +48,13 @@ def test_processes_share_a_cache_but_not_a_selection(run_python, tmp_path):
         assert got == [g if e is None else e for e, g in zip(expected, got)], (selection, thread, seen)
 
 
-def test_tag_keeps_the_users_own(monkeypatch):
+def test_tag_keeps_the_users_own():
     import torch
 
     from torch_flashsdpa import _dynamo_compat
 
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-    for text in ("a", "b", "b"):
-        _dynamo_compat.set_cache_tag(text)
-    assert torch.compiler.config.cache_key_tag == "mine+flashsdpa[b]"
+    # Not monkeypatch: it undoes by deleting, after which torch's config no longer knows the name.
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        for text in ("a", "b", "b"):
+            _dynamo_compat.set_cache_tag(text)
+        assert torch.compiler.config.cache_key_tag == "mine+flashsdpa[b]"
