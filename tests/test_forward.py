@@ -77,6 +77,24 @@ def test_a_long_row_is_accumulated_in_float32():
         assert (lse - 9.010913347279288).abs().max() < 20 * FLOAT32_EPS
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("rows", (2, 40))  # the decoding kernel, and the other
+def test_half_precision_is_rounded_to_nearest(rows, dtype):
+    """The mean of two rows and the sum of two rows are exact in float32, so that only the last rounding is left; the
+    first oracle would let it be cut off."""
+    g = generator(f"nearest{rows}{dtype}")
+    v = torch.randn(1, 2, 2, 70, generator=g).to(dtype)
+    q, k = torch.zeros(1, 2, rows, 70, dtype=dtype), torch.zeros(1, 2, 2, 70, dtype=dtype)
+    out, _ = ops().forward(q, k, v)
+    assert torch.equal(out, v.double().mean(2, keepdim=True).to(dtype).expand_as(out))
+    one_key = v[:, :, :1].clone().requires_grad_()
+    out, _ = ops().forward(q, k[:, :, :1], one_key)
+    grad = torch.zeros_like(out)
+    grad[:, :, -2:] = torch.randn(1, 2, 2, 70, generator=g).to(dtype)
+    (dv,) = torch.autograd.grad(out, one_key, grad)
+    assert torch.equal(dv, grad.double().sum(2, keepdim=True).to(dtype))
+
+
 def test_many_batches():
     """batch x heads beyond 65535, forward against the same rows alone."""
     g = generator("many")

@@ -14,16 +14,19 @@ from cases import *
 from oracle import check, check_counting, Call
 import torch_flashsdpa
 
+for case in (dim_cases() + mask_kind_cases()[::3] + band_cases()[::6] + decode_cases()[::3] + layout_cases()[::5]
+             + head_cases()[::4]):
+    try:
+        check(inputs(case), case.call)
+    except AssertionError as error:
+        raise AssertionError(case) from error
+for dtype in FLOATS:
+    check_counting(1, 2, 1, 130, 200, 72, dtype, make_mask("granules", "isa", (1, 2, 130, 200), dtype), planned=True)
+    check_counting(1, 1, 1, 70, 129, 256, dtype, None, Call(is_causal=True, bottom_right=True))
+few = decode_cases()[:1] + [case for case in mask_kind_cases() if case.planned][:4]
 with torch_flashsdpa.profiler.kernels_run() as kernels:
-    for case in (dim_cases() + mask_kind_cases()[::3] + band_cases()[::6] + decode_cases()[::3] + layout_cases()[::5]
-                 + head_cases()[::4]):
-        try:
-            check(inputs(case), case.call)
-        except AssertionError as error:
-            raise AssertionError(case) from error
-    for dtype in FLOATS:
-        check_counting(1, 2, 1, 130, 200, 72, dtype, make_mask("granules", "isa", (1, 2, 130, 200), dtype), planned=True)
-        check_counting(1, 1, 1, 70, 129, 256, dtype, None, Call(is_causal=True, bottom_right=True))
+    for case in few:
+        check(inputs(case), case.call)
 print(json.dumps([sorted(kernels), _C.cpu_features()]))
 """
 ORDER = ("portable", "avx2", "avx512", "amx")

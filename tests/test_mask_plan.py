@@ -48,11 +48,13 @@ def test_classes_of_values(value, want):
     same(mask)
 
 
-@pytest.mark.parametrize("position", ((0, 0), (63, 63), (64, 0), (0, 64), (129, 256), (128, 192)), ids=str)
-def test_one_element_makes_a_granule_mixed(position):
-    """One False among True, one True among False, at corners and in partial granules: the element is not missed."""
+@pytest.mark.parametrize("seq_q", (129, 130))
+@pytest.mark.parametrize("position", ((0, 0), (63, 63), (64, 0), (0, 64), (128, 256), (128, 192), (128, 255)), ids=str)
+def test_one_element_makes_a_granule_mixed(position, seq_q):
+    """One False among True, one True among False, at corners and in partial granules, those of one row or one column
+    too: the element is not missed."""
     for fill in (True, False):
-        mask = torch.full((1, 1, 130, 257), fill)
+        mask = torch.full((1, 1, seq_q, 257), fill)
         mask[(0, 0, *position)] = not fill
         same(mask)
         classes = granule_classes(mask)[0, 0]

@@ -15,13 +15,14 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 constexpr int64_t kPairStride = kTile;  // columns of a B operand over row tiles
 
 // Two floats rounded to bfloat16, `low` in the low half of each lane.
-inline IntVec<float> round_pair(Vec<float> low, Vec<float> high) {
-  const auto rounded = [](Vec<float> v) {
-    const WordVec u = (WordVec)v;
-    const WordVec quiet = WordVec{} + 0x7fc00000u;
-    return v != v ? quiet : u + 0x7fff + ((u >> 16) & 1);
-  };
-  return (IntVec<float>)((rounded(high) & 0xffff0000u) | (rounded(low) >> 16));
+inline __m512i round_pair(Vec<float> low, Vec<float> high) {
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);  // low's 16, then high's
+  alignas(64) static constexpr auto kOrder = [] {
+    struct { uint16_t at[32]; } order{};
+    for (int i = 0; i < 16; ++i) order.at[2 * i] = uint16_t(i), order.at[2 * i + 1] = uint16_t(16 + i);
+    return order;
+  }();
+  return _mm512_permutexvar_epi16(_mm512_load_si512(&kOrder), both);
 }
 
 // B operand from float rows: dst[(j/2, r)] = (src[j][r], src[j+1][r]); rows up to the next 32 are zero.
@@ -30,16 +31,17 @@ inline void pack_pairs(BFloat16* dst, const float* src, int64_t ld, int rows, in
     for (int r = 0; r < cols; r += kLanes<float>) {
       const Vec<float> low = j < rows ? load(src + j * ld + r) : Vec<float>{};
       const Vec<float> high = j + 1 < rows ? load(src + (j + 1) * ld + r) : Vec<float>{};
-      const IntVec<float> pair = round_pair(low, high);
-      std::memcpy(dst + (j / 2 * kPairStride + r) * 2, &pair, sizeof pair);
+      _mm512_storeu_si512(dst + (j / 2 * kPairStride + r) * 2, round_pair(low, high));
     }
 }
 
-// A operand from float rows: dst (64 x 64) = src; rows from `rows` on and columns from `cols` on are zero.
+// A operand from float rows: dst (padded rows x kTile stride) = src; rows and columns up to the next 32 are zero.
 inline void pack_rows(BFloat16* dst, const float* src, int64_t ld, int rows, int cols) {
-  for (int j = 0; j < kTile; ++j)
-    for (int r = 0; r < kTile; r += kLanes<float>)
-      narrow_vector(j < rows && r < cols ? load(src + j * ld + r) : Vec<float>{}, dst + j * kTile + r);
+  for (int j = 0; j < amx_padded(rows); ++j)
+    for (int r = 0; r < amx_padded(cols); r += 2 * kLanes<float>) {
+      const auto part = [&](int c) { return (__m512)(j < rows && c < cols ? load(src + j * ld + c) : Vec<float>{}); };
+      _mm512_storeu_si512(dst + j * kTile + r, (__m512i)_mm512_cvtne2ps_pbh(part(r + kLanes<float>), part(r)));
+    }
 }
 
 // A operand: `rows` rows of x, zero up to (64, padded cols).
@@ -92,8 +94,7 @@ inline void pack_transposed(BFloat16* dst, const float* xt, int rows, int64_t co
       const bool inside = r < width;
       const Vec<float> low = inside && c < cols ? load(xt + c * kTileStride + r) : Vec<float>{};
       const Vec<float> high = inside && c + 1 < cols ? load(xt + (c + 1) * kTileStride + r) : Vec<float>{};
-      const IntVec<float> pair = round_pair(low, high);
-      std::memcpy(dst + (c / 2 * kPairStride + r) * 2, &pair, sizeof pair);
+      _mm512_storeu_si512(dst + (c / 2 * kPairStride + r) * 2, round_pair(low, high));
     }
 }
 
@@ -108,14 +109,34 @@ inline void pack_row_pairs(BFloat16* dst, const ConstView& x, const RowTile& til
   }
 }
 
+// Where the scale is applied: to scale Q would round it again. A positive one, which keeps the order of scores and their
+// -inf, waits for the exponential, where it is free, unless a bias comes before.
+struct AmxScaling {
+  float now = 1.0f, later = 1.0f;
+
+  explicit AmxScaling(const Problem& p) {
+    const bool biased = p.mask.data && p.mask.dtype != DType::kBool;
+    (p.scale > 0 && !biased ? later : now) = float(p.scale);
+  }
+  void apply(float* st, int rows, int keys) const {
+    if (now == 1.0f) return;
+    for (int j = 0; j < keys; ++j)
+      for (int r = 0; r < rows; r += kLanes<float>)
+        store(st + j * kTileStride + r, load(st + j * kTileStride + r) * now);
+  }
+};
+
 class AmxForward {
  public:
   using In = BFloat16;
   using T = float;
+  static constexpr int kRowTiles = 8;  // that share one transposed V
   static constexpr int kKeyTiles = 4;  // of K and V at a time: O^T is read and written once for 256 keys
+  static constexpr int kScoreRows = kAmxBlock;  // of S^T at a time: they stay in the first-level cache
+  static constexpr int kKeyStep = kAmxBlock;
 
   AmxForward(Arena& arena, const Problem& p, int tiles)
-      : dim_(p.dim), dim_v_(p.dim_v), depth_(amx_padded(p.dim)), width_(amx_padded(p.dim_v)), scale_(float(p.scale)) {
+      : scaling_(p), dim_(p.dim), dim_v_(p.dim_v), depth_(amx_padded(p.dim)), width_(amx_padded(p.dim_v)) {
     for (int t = 0; t < tiles; ++t) {
       qt_[t] = arena.take<BFloat16>(depth_ * kPairStride);
       out_[t] = arena.take<float>(width_ * kTileStride);
@@ -137,12 +158,15 @@ class AmxForward {
     copy_rows(v_, width_, v, batch, head, first, keys, dim_v_);
     transpose_rows(vt_ + slot * kTile, kKeyTiles * kTile, v_, width_, width_);
   }
-  void scores(int t, int slot, int rows, int keys, float* st) {
-    amx_gemm<false>(amx_padded(keys), amx_padded(rows), depth_, k_ + slot * kTile * depth_, depth_, qt_[t], kPairStride,
-                    st, kTileStride);
-    for (int j = 0; j < keys; ++j)
-      for (int r = 0; r < rows; r += kLanes<float>)
-        store(st + j * kTileStride + r, load(st + j * kTileStride + r) * scale_);
+  void scores(int t, int slot, int r0, int r1, int j0, int j1, float* st) {
+    float* block = st + j0 * kTileStride + r0;
+    amx_gemm<false>(amx_padded(j1 - j0), amx_padded(r1 - r0), depth_, k_ + (slot * kTile + j0) * depth_, depth_,
+                    qt_[t] + r0 * 2, kPairStride, block, kTileStride);
+    scaling_.apply(block, r1 - r0, j1 - j0);
+  }
+  float factor() const { return scaling_.later; }
+  void keep(float*, int j, int r, Vec<float> p0, Vec<float> p1) {
+    _mm512_storeu_si512(pt_ + (j / 2 * kPairStride + r) * 2, round_pair(p0, p1));
   }
   void rescale(int t, int rows, const float* alpha) {
     for (int64_t c = 0; c < dim_v_; ++c)
@@ -151,14 +175,15 @@ class AmxForward {
         store(out, load(out) * load(alpha + r));
       }
   }
-  void accumulate(int t, int slot, int rows, int keys, const float* pt, bool first) {
-    pack_pairs(pt_, pt, kTileStride, keys, rows);
-    const BFloat16* vt = vt_ + slot * kTile;
-    const int64_t cols = amx_padded(rows), depth = amx_padded(keys);
+  void clear(int t) { std::memset(out_[t], 0, width_ * kTileStride * sizeof(float)); }
+  void accumulate(int t, int shift, int r0, int r1, int j0, int j1, const float*, bool first) {
+    const BFloat16* vt = vt_ + j0 + shift;
+    const BFloat16* p = pt_ + (j0 / 2 * kPairStride + r0) * 2;
+    const int64_t cols = amx_padded(r1 - r0), depth = amx_padded(j1 - j0);
     if (first) {
-      amx_gemm<false>(width_, cols, depth, vt, kKeyTiles * kTile, pt_, kPairStride, out_[t], kTileStride);
+      amx_gemm<false>(width_, cols, depth, vt, kKeyTiles * kTile, p, kPairStride, out_[t] + r0, kTileStride);
     } else {
-      amx_gemm<true>(width_, cols, depth, vt, kKeyTiles * kTile, pt_, kPairStride, out_[t], kTileStride);
+      amx_gemm<true>(width_, cols, depth, vt, kKeyTiles * kTile, p, kPairStride, out_[t] + r0, kTileStride);
     }
   }
   const float* output(int t) {
@@ -169,10 +194,10 @@ class AmxForward {
 
  private:
   AmxTiles tiles_;
+  AmxScaling scaling_;
   int64_t dim_, dim_v_, depth_, width_;
-  float scale_;
-  BFloat16* qt_[kMaxTiles];  // B (depth x 64): Q^T
-  float* out_[kMaxTiles];    // (width x kTileStride): O^T
+  BFloat16* qt_[kRowTiles];  // B (depth x 64): Q^T
+  float* out_[kRowTiles];    // (width x kTileStride): O^T
   float* scratch_;           // (dim x kTileStride): Q^T in float
   BFloat16* k_;              // A (kKeyTiles * 64 x depth)
   BFloat16* v_;              // (64 x width)
@@ -185,10 +210,11 @@ class AmxBackward {
  public:
   using In = BFloat16;
   using T = float;
+  static constexpr int kKeyStep = kAmxBlock;
 
   AmxBackward(Arena& arena, const Problem& p)
-      : dim_(p.dim), dim_v_(p.dim_v), depth_(amx_padded(p.dim)), width_(amx_padded(p.dim_v)), seq_k_(p.seq_k),
-        scale_(float(p.scale)) {
+      : scaling_(p), dim_(p.dim), dim_v_(p.dim_v), depth_(amx_padded(p.dim)), width_(amx_padded(p.dim_v)),
+        seq_k_(p.seq_k) {
     qt_ = arena.take<BFloat16>(depth_ * kPairStride);
     gt_ = arena.take<BFloat16>(width_ * kPairStride);
     q_ = arena.take<BFloat16>(kTile * depth_);
@@ -226,24 +252,25 @@ class AmxBackward {
     copy_rows(k_, depth_, a.k, batch, head, first, keys, dim_);
     copy_rows(v_, width_, a.v, batch, head, first, keys, dim_v_);
   }
-  void scores(int rows, int keys, float* st) {
-    amx_gemm<false>(amx_padded(keys), amx_padded(rows), depth_, k_, depth_, qt_, kPairStride, st,
-                    kTileStride);
-    for (int j = 0; j < keys; ++j)
-      for (int r = 0; r < rows; r += kLanes<float>)
-        store(st + j * kTileStride + r, load(st + j * kTileStride + r) * scale_);
+  void scores(int r0, int r1, int j0, int j1, float* st) {
+    float* block = st + j0 * kTileStride + r0;
+    amx_gemm<false>(amx_padded(j1 - j0), amx_padded(r1 - r0), depth_, k_ + j0 * depth_, depth_, qt_ + r0 * 2,
+                    kPairStride, block, kTileStride);
+    scaling_.apply(block, r1 - r0, j1 - j0);
   }
-  void grad_probabilities(int rows, int keys, float* dt) {
-    amx_gemm<false>(amx_padded(keys), amx_padded(rows), width_, v_, width_, gt_, kPairStride, dt, kTileStride);
+  float factor() const { return scaling_.later; }
+  void grad_probabilities(int r0, int r1, int j0, int j1, float* dt) {
+    amx_gemm<false>(amx_padded(j1 - j0), amx_padded(r1 - r0), width_, v_ + j0 * width_, width_, gt_ + r0 * 2,
+                    kPairStride, dt + j0 * kTileStride + r0, kTileStride);
   }
-  void add_gradients(int rows, int keys, const float* pt, const float* dt, float* dk, float* dv) {
-    const int64_t m = amx_padded(keys), n = amx_padded(rows);
-    pack_rows(pt_, pt, kTileStride, keys, rows);
-    pack_rows(dt_, dt, kTileStride, keys, rows);
-    pack_pairs(dt_pairs_, dt, kTileStride, keys, rows);
-    amx_gemm<true>(m, width_, n, pt_, kTile, g_, width_, dv, row_stride(dim_v_));
-    amx_gemm<true>(m, depth_, n, dt_, kTile, q_, depth_, dk, row_stride(dim_));
-    amx_gemm<true>(depth_, n, m, kt_ + first_key_ * depth_, kTile, dt_pairs_, kPairStride, dqt_, kTileStride);
+  void add_gradients(int r0, int r1, int j0, int j1, const float* pt, const float* dt, float* dk, float* dv) {
+    const int64_t m = amx_padded(j1 - j0), n = amx_padded(r1 - r0), at = j0 * kTileStride + r0;
+    pack_rows(pt_, pt + at, kTileStride, j1 - j0, r1 - r0);
+    pack_rows(dt_, dt + at, kTileStride, j1 - j0, r1 - r0);
+    pack_pairs(dt_pairs_, dt + at, kTileStride, j1 - j0, r1 - r0);
+    amx_gemm<true>(m, width_, n, pt_, kTile, g_ + r0 * width_, width_, dv + j0 * row_stride(dim_v_), row_stride(dim_v_));
+    amx_gemm<true>(m, depth_, n, dt_, kTile, q_ + r0 * depth_, depth_, dk + j0 * row_stride(dim_), row_stride(dim_));
+    amx_gemm<true>(depth_, n, m, kt_ + first_key_ * depth_ + j0, kTile, dt_pairs_, kPairStride, dqt_ + r0, kTileStride);
   }
   const float* dq() {
     untranspose(rows_, row_stride(dim_), dqt_, depth_);
@@ -253,8 +280,8 @@ class AmxBackward {
 
  private:
   AmxTiles tiles_;
+  AmxScaling scaling_;
   int64_t dim_, dim_v_, depth_, width_, seq_k_, first_key_ = 0;
-  float scale_;
   BFloat16* qt_;        // B (depth x 64): Q^T
   BFloat16* gt_;        // B (width x 64): dO^T
   BFloat16* q_;         // B (64 x depth): Q

@@ -15,27 +15,36 @@ template <typename T> struct SoftmaxState {
   bool started;
 };
 
-// S^T becomes P^T = exp(S^T - max); updates max and sum. alpha: the factor for what was accumulated before, per row.
-// Returns whether any factor differs from 1.
-template <typename T>
-inline bool online_softmax(T* st, int rows, int keys, SoftmaxState<T>& state, T* alpha) {
+// The running maximum and sum of rows [r0, r1) over S^T (keys x rows) within the spans, and P^T = exp(S^T * factor - maximum), which
+// keep(key, row, P of the key, P of the next key) stores for pairs of keys; pairs go on, with zeros, up to a multiple of
+// kKeyStep. alpha: the factor for what was accumulated before, per row. Returns whether any differs from 1.
+template <int kKeyStep, typename T, typename Keep>
+inline bool online_softmax(const T* st, int r0, int r1, const Spans<T>& spans, T factor, SoftmaxState<T>& state,
+                           T* alpha, const Keep& keep) {
   IntVec<T> moved{};
-  for (int r = 0; r < rows; r += kLanes<T>) {
+  for (int r = r0; r < r1; r += kLanes<T>) {
+    const int first = spans.first[r / kStripRows<T>], last = spans.last[r / kStripRows<T>];
+    const auto score = [&](int j) { return load(st + j * kTileStride + r); };
     const Vec<T> before = load(state.max + r);
-    Vec<T> even = before, odd = before;
-    int j = 0;
-    for (; j + 2 <= keys; j += 2) {
-      even = max_keep(load(st + j * kTileStride + r), even);
-      odd = max_keep(load(st + (j + 1) * kTileStride + r), odd);
+    Vec<T> even = splat(kNegInf<T>), odd = even;
+    int j = first;
+    for (; j + 2 <= last; j += 2) {
+      even = max_keep(score(j), even);
+      odd = max_keep(score(j + 1), odd);
     }
-    if (j < keys) even = max_keep(load(st + j * kTileStride + r), even);
-    const Vec<T> top = max_keep(even, odd);
+    if (j < last) even = max_keep(score(j), even);
+    const Vec<T> top = max_keep(max_keep(even, odd) * factor, before);
     const Vec<T> safe = top == splat(kNegInf<T>) ? Vec<T>{} : top;  // no key yet: exp(-inf - 0) = 0, never NaN
     Vec<T> total{};
-    for (j = 0; j < keys; ++j) {
-      const Vec<T> e = exp_nonpositive(load(st + j * kTileStride + r) - safe);
+    for (j = first; j + 2 <= last; j += 2) {
+      const Vec<T> e0 = exp_nonpositive(score(j) * factor - safe), e1 = exp_nonpositive(score(j + 1) * factor - safe);
+      total += e0 + e1;
+      keep(j, r, e0, e1);
+    }
+    for (; j < (last + kKeyStep - 1) / kKeyStep * kKeyStep; j += 2) {
+      const Vec<T> e = j < last ? exp_nonpositive(score(j) * factor - safe) : Vec<T>{};
       total += e;
-      store(st + j * kTileStride + r, e);
+      keep(j, r, e, Vec<T>{});
     }
     const Vec<T> a = exp_nonpositive(before - safe);
     store(alpha + r, a);
@@ -54,8 +63,8 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
   constexpr int kSlots = Engine::kKeyTiles;
   const Problem& p = a.problem;
   const int64_t kv_head = tiles[0].head[0] / (p.heads_q / p.heads_kv);
-  PlanCursor plan[kMaxTiles];
-  KeyRange range[kMaxTiles];
+  PlanCursor plan[Engine::kRowTiles];
+  KeyRange range[Engine::kRowTiles];
   for (int t = 0; t < count; ++t) {
     plan[t] = PlanCursor(p, tiles[t]);
     range[t] = key_range(p, tiles[t]);
@@ -63,34 +72,60 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
     for (int r = 0; r < kTile; ++r) states[t].max[r] = kNegInf<T>, states[t].sum[r] = T(0);
     engine.load_queries(t, a.q, tiles[t], p.scale);
   }
+  TileMask masks[kSlots];
   for (int64_t kb = first_kb; kb < last_kb; kb += kSlots) {
     const auto keys_of = [&](int slot) { return int(std::min<int64_t>(kTile, p.seq_k - (kb + slot) * kTile)); };
     bool loaded[kSlots] = {};
     for (int t = 0; t < count; ++t) {
       const RowTile& tile = tiles[t];
-      // Scores of the key tiles this row tile attends, one behind the other: only the last can be short.
+      // The key tiles this row tile attends; their scores lie one behind the other, and only the last can be short.
       int slots[kSlots], visited = 0, keys = 0;
+      auto spans = Spans<T>::none();
       for (int slot = 0; slot < kSlots && kb + slot < last_kb; ++slot) {
         const int granule = plan[t].at(kb + slot);
         if (granule == kEmpty || kb + slot < range[t].first || kb + slot >= range[t].last) continue;
-        const int64_t first_key = (kb + slot) * kTile;
-        if (!loaded[slot]) engine.load_keys(slot, a.k, a.v, tile.batch, kv_head, first_key, keys_of(slot));
-        loaded[slot] = true;
-        T* scores = st + keys * kTileStride;
-        engine.scores(t, slot, tile.rows, keys_of(slot), scores);
-        mask_scores(scores, p, tile, granule, first_key, keys_of(slot));
+        TileMask& mask = masks[visited];
+        mask.find(p, tile, granule, (kb + slot) * kTile, keys_of(slot));
+        if (!mask.kept.join_spans(tile, keys_of(slot), keys, spans)) continue;
         slots[visited++] = slot;
         keys += keys_of(slot);
       }
       if (visited == 0) continue;
+      spans.finish(tile.rows, Engine::kKeyStep, keys);
+      for (int i = 0; i < visited; ++i) {
+        const int slot = slots[i];
+        if (!loaded[slot])
+          engine.load_keys(slot, a.k, a.v, tile.batch, kv_head, (kb + slot) * kTile, keys_of(slot));
+        loaded[slot] = true;
+      }
       T alpha[kTile];
-      const bool moved = online_softmax(st, tile.rows, keys, states[t], alpha);
+      bool moved = false;
+      for (int r = 0; r < tile.rows; r += Engine::kScoreRows) {
+        const int r_end = std::min(tile.rows, r + Engine::kScoreRows);
+        for (int i = 0; i < visited; ++i) {
+          const int slot = slots[i], at = i * kTile;
+          T* scores = st + at * kTileStride;
+          spans.for_each_block(r, r_end, at, at + keys_of(slot), [&](int r0, int r1, int j0, int j1) {
+            engine.scores(t, slot, r0, r1, j0 - at, j1 - at, scores);
+          });
+          masks[i].apply(scores, p, tile, r, r_end, (kb + slot) * kTile, keys_of(slot));
+        }
+        moved |= online_softmax<Engine::kKeyStep>(
+            st, r, r_end, spans, engine.factor(), states[t], alpha,
+            [&](int j, int row, Vec<T> p0, Vec<T> p1) { engine.keep(st, j, row, p0, p1); });
+      }
       if (moved && states[t].started) engine.rescale(t, tile.rows, alpha);
+      if (!states[t].started && !spans.uniform) {
+        engine.clear(t);
+        states[t].started = true;
+      }
       for (int i = 0, j; i < visited; i = j) {  // neighbouring slots in one product
         j = i + 1;
         while (j < visited && slots[j] == slots[j - 1] + 1) ++j;
-        const int run = j == visited ? keys - i * kTile : (j - i) * kTile;
-        engine.accumulate(t, slots[i], tile.rows, run, st + i * kTile * kTileStride, !states[t].started);
+        const auto product = [&](int r0, int r1, int j0, int j1) {
+          engine.accumulate(t, (slots[i] - i) * kTile, r0, r1, j0, j1, st, !states[t].started);
+        };
+        spans.for_each_block(0, tile.rows, i * kTile, j == visited ? keys : j * kTile, product);
         states[t].started = true;
       }
     }

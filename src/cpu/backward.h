@@ -24,8 +24,10 @@ template <typename Engine> struct BackwardScratch {
   using In = typename Engine::In;
   using T = typename Engine::T;
   Engine engine;
-  T* pt;     // (64 x kTileStride): S^T, then P^T
-  T* dt;     // (64 x kTileStride): dP^T, then dS^T before the scale
+  TileMask mask;
+  Spans<T> spans;  // of the tile at hand; P and dS are nothing outside
+  T* pt;      // (64 x kTileStride): S^T, then P^T
+  T* dt;      // (64 x kTileStride): dP^T, then dS^T before the scale
   T* shift;   // (64): the log-sum-exp; +inf for a row with no key, so that every probability of it is 0
   T* weight;  // (64): 1, and P = weight * exp(S - shift)
   T* delta;   // (64): rowsum(O * dO) - dLSE
@@ -74,33 +76,47 @@ template <typename Engine> struct BackwardScratch {
     SoftmaxState<T> state;
     for (int r = 0; r < kTile; ++r) state.max[r] = kNegInf<T>, state.sum[r] = T(0);
     for_each_key_tile(a.problem, tile, [&](int granule, int64_t first_key, int keys) {
-      load_scores(a, tile, granule, first_key, keys);
+      if (!load_scores(a, tile, granule, first_key, keys)) return;
       T alpha[kTile];
-      online_softmax(pt, tile.rows, keys, state, alpha);
+      online_softmax<1>(pt, 0, tile.rows, spans, engine.factor(), state, alpha, [](int, int, Vec<T>, Vec<T>) {});
     });
     for (int r = 0; r < tile.rows; ++r)
       if (std::abs(shift[r]) > kCoarse && std::isfinite(shift[r])) shift[r] = state.max[r], weight[r] = T(1) / state.sum[r];
   }
 
-  void load_scores(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
+  // The masked scores of a tile, in pt; false if none stays.
+  bool load_scores(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
+    mask.find(a.problem, tile, granule, first_key, keys);
+    spans = Spans<T>::none();
+    if (!mask.kept.join_spans(tile, keys, 0, spans)) return false;
+    spans.finish(tile.rows, Engine::kKeyStep, keys);
     engine.load_keys(a, tile.batch, tile.head[0] / (a.problem.heads_q / a.problem.heads_kv), first_key, keys);
-    engine.scores(tile.rows, keys, pt);
-    mask_scores(pt, a.problem, tile, granule, first_key, keys);
+    for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) { engine.scores(r0, r1, j0, j1, pt); });
+    mask.apply(pt, a.problem, tile, 0, tile.rows, first_key, keys);
+    return true;
   }
 
-  // P and dS = P * (dO V^T - delta) of one tile, transposed, in pt and dt.
-  void recompute(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
-    load_scores(a, tile, granule, first_key, keys);
-    engine.grad_probabilities(tile.rows, keys, dt);
-    for (int j = 0; j < keys; ++j) {
-      T* p_row = pt + j * kTileStride;
-      T* d_row = dt + j * kTileStride;
-      for (int r = 0; r < tile.rows; r += kLanes<T>) {
-        const Vec<T> e = exp_nonpositive(load(p_row + r) - load(shift + r)) * load(weight + r);
-        store(p_row + r, e);
-        store(d_row + r, e * (load(d_row + r) - load(delta + r)));
+  template <typename Visit> void for_each_block(const RowTile& tile, int keys, const Visit& visit) const {
+    spans.for_each_block(0, tile.rows, 0, keys, visit);
+  }
+
+  // P and dS = P * (dO V^T - delta) of one tile, transposed, in pt and dt; false if there is nothing.
+  bool recompute(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
+    if (!load_scores(a, tile, granule, first_key, keys)) return false;
+    const T factor = engine.factor();
+    for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) {
+      engine.grad_probabilities(r0, r1, j0, j1, dt);
+      for (int j = j0; j < j1; ++j) {
+        T* p_row = pt + j * kTileStride;
+        T* d_row = dt + j * kTileStride;
+        for (int r = r0; r < r1; r += kLanes<T>) {
+          const Vec<T> e = exp_nonpositive(load(p_row + r) * factor - load(shift + r)) * load(weight + r);
+          store(p_row + r, e);
+          store(d_row + r, e * (load(d_row + r) - load(delta + r)));
+        }
       }
-    }
+    });
+    return true;
   }
 };
 
@@ -145,8 +161,10 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
           RowTile::of_head(batch, kv_head * group + unit / q_tiles, unit % q_tiles * kTile, p.seq_q);
       s.load_rows(a, tile);
       for_each_key_tile(p, tile, [&](int granule, int64_t first_key, int keys) {
-        s.recompute(a, tile, granule, first_key, keys);
-        s.engine.add_gradients(tile.rows, keys, s.pt, s.dt, dk + first_key * ldk, dv + first_key * ldv);
+        if (!s.recompute(a, tile, granule, first_key, keys)) return;
+        s.for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) {
+          s.engine.add_gradients(r0, r1, j0, j1, s.pt, s.dt, dk + first_key * ldk, dv + first_key * ldv);
+        });
       });
       const T* dq = s.engine.dq();
       for (int r = 0; r < tile.rows; ++r)
@@ -163,16 +181,17 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
   });
 }
 
-// dst[query * row_stride + key * col_stride] += dS; a stride of 0 sums over that axis.
+// dst[query * row_stride + key * col_stride] += dS of rows [r0, r1) and keys [j0, j1); a stride of 0 sums over that axis.
 template <typename T>
-inline void add_transposed(T* dst, int64_t row_stride, int64_t col_stride, const RowTile& tile, int keys, const T* dt) {
-  for (int r = 0; r < tile.rows; r += 8)
-    for (int j = 0; j < keys; j += 8) {
-      const int count = std::min(8, keys - j);
+inline void add_transposed(T* dst, int64_t row_stride, int64_t col_stride, const RowTile& tile, int r0, int r1, int j0,
+                           int j1, const T* dt) {
+  for (int r = r0; r < r1; r += 8)
+    for (int j = j0; j < j1; j += 8) {
+      const int count = std::min(8, j1 - j);
       Octet<T> block[8];
       for (int i = 0; i < 8; ++i) block[i] = i < count ? load8(dt + (j + i) * kTileStride + r) : Octet<T>{};
       transpose8(block);
-      for (int i = 0; i < 8 && r + i < tile.rows; ++i) {
+      for (int i = 0; i < 8 && r + i < r1; ++i) {
         T* row = dst + tile.query[r + i] * row_stride + j * col_stride;
         if (col_stride == 1 && count == 8) {
           store8(row, load8(row) + block[i]);
@@ -207,8 +226,10 @@ void backward_bias(const BackwardParams& a, const Launch& launch) {
           const RowTile tile = RowTile::of_head(b, h, t * kTile, p.seq_q);
           s.load_rows(a, tile);
           for_each_key_tile(p, tile, [&](int granule, int64_t first_key, int keys) {
-            s.recompute(a, tile, granule, first_key, keys);
-            add_transposed(plane + first_key * col_stride, row_stride, col_stride, tile, keys, s.dt);
+            if (!s.recompute(a, tile, granule, first_key, keys)) return;
+            s.for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) {
+              add_transposed(plane + first_key * col_stride, row_stride, col_stride, tile, r0, r1, j0, j1, s.dt);
+            });
           });
         }
   });

@@ -2,18 +2,18 @@
 // keys are split over the workers; partial results are merged by their log-sum-exp.
 #pragma once
 
+#include "few_rows.h"
 #include "forward.h"
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
-template <typename Engine>
+template <typename In>
 const char* decode(const void* params, const Launch& launch) {
-  using In = typename Engine::In;
-  using T = typename Engine::T;
+  using T = Accumulate<In>;
   const auto& a = *static_cast<const ForwardParams*>(params);
   const Problem& p = a.problem;
   const int64_t group = p.heads_q / p.heads_kv, rows = group * p.seq_q;
-  if (rows > kTile) return "flashsdpa_decode_cpu takes at most 64 query rows per K/V head";
+  if (rows > kFewRows) return "flashsdpa_decode_cpu takes at most 16 query rows per K/V head";
   const int64_t k_tiles = (p.seq_k + kTile - 1) / kTile, pairs = p.batch * p.heads_kv;
   const int workers = worthwhile_workers(p, 2);
   const int threads = std::min(workers, launch.pool ? launch.pool->threads : 1);
@@ -21,26 +21,24 @@ const char* decode(const void* params, const Launch& launch) {
   const int64_t splits = std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, std::max<int64_t>(1, k_tiles / 8));
   const int64_t slot_size = p.dim_v + 2;  // an unnormalised output row, its maximum and its sum
 
-  const int64_t bytes = ForwardScratch<Engine>::bytes(p, 1);
+  const int64_t bytes = FewRows<In>::bytes(p);
   const Block block = allocate(pairs * rows * splits * slot_size * int64_t(sizeof(T)));
   T* const slots = reinterpret_cast<T*>(block.get());  // (pairs, rows, splits, slot_size)
 
   for_each_item(launch.pool, pairs * splits, workers, [&](int64_t item, int) {
     Arena arena(thread_scratch(bytes));
-    ForwardScratch<Engine> scratch(arena, p, 1);
     const int64_t pair = item / splits, split = item % splits;
     const RowTile tile = RowTile::of_group(pair / p.heads_kv, pair % p.heads_kv * group, group, p.seq_q);
     const KeyRange range = key_range(p, tile);
     const int64_t span = (range.last - range.first + splits - 1) / splits;
     const int64_t first = std::min(range.last, range.first + split * span);
-    attend(a, &tile, 1, first, std::min(range.last, first + span), scratch.engine, scratch.states, scratch.st);
-    const T* outputs = scratch.engine.output(0);
+    FewRows<In> few(arena, p);
+    few.attend(a, tile, first, std::min(range.last, first + span));
     for (int r = 0; r < tile.rows; ++r) {
       T* slot = slots + ((pair * rows + r) * splits + split) * slot_size;
-      const T* out = outputs + r * scratch.engine.output_stride();
-      for (int64_t c = 0; c < p.dim_v; ++c) slot[c] = scratch.states->started ? out[c] : T(0);
-      slot[p.dim_v] = scratch.states->max[r];
-      slot[p.dim_v + 1] = scratch.states->sum[r];
+      std::memcpy(slot, few.output(r), p.dim_v * sizeof(T));
+      slot[p.dim_v] = few.max(r);
+      slot[p.dim_v + 1] = few.sum(r);
     }
   });
 

@@ -1,4 +1,4 @@
-// flashsdpa_fwd_cpu: work items are (batch, head, up to 256 queries), longest first where the band makes them uneven.
+// flashsdpa_fwd_cpu: work items are (batch, head, a few tiles of queries), longest first where the band makes them uneven.
 #pragma once
 
 #include "attend.h"
@@ -37,7 +37,7 @@ const char* forward(const void* params, const Launch& launch) {
   const Problem& p = a.problem;
   const int64_t q_tiles = (p.seq_q + kTile - 1) / kTile, k_tiles = (p.seq_k + kTile - 1) / kTile;
   // Wide heads take fewer tiles at a time, so that a chunk's state stays in the second-level cache.
-  const int widest = p.dim + p.dim_v > 256 ? 2 : kMaxTiles;
+  const int widest = p.dim + p.dim_v > 256 ? Engine::kRowTiles / 2 : Engine::kRowTiles;
   const int64_t heads = p.batch * p.heads_q;
   const int workers = worthwhile_workers(p, 2);
   const int threads = launch.pool ? launch.pool->threads : 1;
@@ -51,7 +51,7 @@ const char* forward(const void* params, const Launch& launch) {
     ForwardScratch<Engine> scratch(arena, p, per_chunk);
     // Causal bands make late queries longest: hand those out first, over all heads.
     const int64_t chunk = chunks - 1 - item / heads, head = item % heads;
-    RowTile tiles[kMaxTiles];
+    RowTile tiles[Engine::kRowTiles];
     int count = 0;
     int64_t first_kb = k_tiles, last_kb = 0;
     for (int64_t t = chunk * per_chunk; t < std::min(q_tiles, (chunk + 1) * per_chunk); ++t, ++count) {

@@ -5,6 +5,10 @@
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
+// A boolean mask as a bias: 0 where it is true, -inf where it is false.
+struct Bool { uint8_t value; };
+inline float widen(Bool x) { return x.value ? 0.0f : kNegInf<float>; }
+
 // What a granule holds: scores removed (False, -inf), left alone (True, 0), shifted by a bias.
 struct Seen {
   bool removed = false, neutral = false, shifted = false;

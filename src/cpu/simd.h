@@ -24,11 +24,13 @@ constexpr int kGemmRows = 6, kGemmVecs = 2;
 template <typename T> struct SimdOf;
 template <> struct SimdOf<float> {
   typedef float Vec __attribute__((vector_size(kVectorBytes)));
-  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Lane;
+  typedef Lane Int __attribute__((vector_size(kVectorBytes)));
 };
 template <> struct SimdOf<double> {
   typedef double Vec __attribute__((vector_size(kVectorBytes)));
-  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Lane;
+  typedef Lane Int __attribute__((vector_size(kVectorBytes)));
 };
 template <typename T> using Vec = typename SimdOf<T>::Vec;
 template <typename T> using IntVec = typename SimdOf<T>::Int;

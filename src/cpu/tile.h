@@ -1,4 +1,4 @@
-// What every CPU pass does with one tile: its rows, which key tiles it visits, and which scores of a tile are removed.
+// What every CPU pass does with one tile: its rows, and which key tiles it visits. masking.h says which scores it loses.
 //
 // Scores are kept transposed, S^T (keys x query rows): K and V are read in the order they lie in memory, and the
 // softmax runs along the vectors, without a reduction inside one.
@@ -30,6 +30,7 @@ struct RowTile {
   int64_t query[kTile];
   int64_t query_min = 0, query_max = 0;
   bool one_head = true;
+  uint64_t each_head = 1;  // bit h * seq_q set for each head h: times the bits of one head's queries, those of the tile
 
   static RowTile of_head(int64_t batch, int64_t head, int64_t first, int64_t seq_q) {
     RowTile t;
@@ -47,6 +48,8 @@ struct RowTile {
     for (int r = 0; r < t.rows; ++r) t.head[r] = first_head + r / seq_q, t.query[r] = r % seq_q;
     t.query_max = seq_q - 1;
     t.one_head = heads == 1;
+    t.each_head = 0;
+    for (int r = 0; r < t.rows; r += int(seq_q)) t.each_head |= uint64_t(1) << r;
     return t;
   }
 };
@@ -128,67 +131,5 @@ class PlanCursor {
   const int32_t* next_ = nullptr;
   const int32_t* end_ = nullptr;
 };
-
-inline bool band_cuts(const Problem& p, const RowTile& tile, int64_t first_key, int keys) {
-  return first_key < tile.query_max + p.band.lo || first_key + keys - 1 > tile.query_min + p.band.hi;
-}
-
-// S^T rows (keys) where the band admits only some queries.
-template <typename T>
-inline void apply_band(T* st, const Problem& p, const RowTile& tile, int64_t first_key, int keys) {
-  T query[kTile + kLanes<T>];  // relative to the tile's first query, so exact in T
-  for (int r = 0; r < kTile; ++r) query[r] = T(r < tile.rows ? tile.query[r] - tile.query_min : 0);
-  for (int j = 0; j < keys; ++j) {
-    const int64_t key = first_key + j - tile.query_min;
-    const T low = T(std::clamp<int64_t>(key - p.band.hi, -1, kTile));
-    const T high = T(std::clamp<int64_t>(key - p.band.lo, -1, kTile));
-    T* row = st + j * kTileStride;
-    for (int r = 0; r < tile.rows; r += kLanes<T>) {
-      const Vec<T> q = load(query + r);
-      const auto inside = (q >= splat(low)) & (q <= splat(high));
-      store(row + r, inside ? load(row + r) : splat(kNegInf<T>));
-    }
-  }
-}
-
-// S^T += mask^T where it is read at all (mixed granules). A removed score stays removed, whatever K held.
-template <typename Mask, typename T>
-inline void apply_mask(T* st, const Problem& p, const RowTile& tile, int64_t first_key, int keys) {
-  const MaskView& m = p.mask;
-  const int64_t step = m.stride[3];
-  for (int r = 0; r < tile.rows; r += 8) {
-    const Mask* row[8];
-    for (int i = 0; i < 8; ++i) {
-      const int at = std::min(r + i, tile.rows - 1);
-      row[i] = static_cast<const Mask*>(m.data) + tile.batch * m.stride[0] + tile.head[at] * m.stride[1] +
-               tile.query[at] * m.stride[2] + first_key * step;
-    }
-    for (int j = 0; j < keys; j += 8) {
-      const int count = std::min(8, keys - j);
-      Octet<T> block[8];
-      for (int i = 0; i < 8; ++i) block[i] = __builtin_convertvector(octet(row[i] + j * step, step, count), Octet<T>);
-      transpose8(block);
-      for (int i = 0; i < count; ++i) {
-        T* score = st + (j + i) * kTileStride + r;
-        store8(score, block[i] == kNegInf<T> ? block[i] : load8(score) + block[i]);
-      }
-    }
-  }
-}
-
-// Everything that removes or shifts scores of one S^T tile (keys x rows); nothing is done for a full tile.
-template <typename T>
-inline void mask_scores(T* st, const Problem& p, const RowTile& tile, int granule_class, int64_t first_key, int keys) {
-  if (granule_class == kMixed) {
-    switch (p.mask.dtype) {
-      case DType::kBool: apply_mask<Bool>(st, p, tile, first_key, keys); break;
-      case DType::kFloat32: apply_mask<float>(st, p, tile, first_key, keys); break;
-      case DType::kBFloat16: apply_mask<BFloat16>(st, p, tile, first_key, keys); break;
-      case DType::kFloat16: apply_mask<Float16>(st, p, tile, first_key, keys); break;
-      case DType::kFloat64: apply_mask<double>(st, p, tile, first_key, keys); break;
-    }
-  }
-  if (band_cuts(p, tile, first_key, keys)) apply_band(st, p, tile, first_key, keys);
-}
 
 }  // namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE

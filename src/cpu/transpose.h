@@ -41,11 +41,15 @@ template <typename V> inline void transpose8(V (&x)[8]) {
 inline Octet<float> octet(const float* p) { return load8(p); }
 inline Octet<double> octet(const double* p) { return load8(p); }
 inline Octet<float> octet(const BFloat16* p) {
-  typedef uint16_t Half __attribute__((vector_size(16)));
   typedef uint32_t Word __attribute__((vector_size(32)));
+#if defined(__AVX2__)
+  return (Octet<float>)((Word)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))) << 16);
+#else
+  typedef uint16_t Half __attribute__((vector_size(16)));
   Half h;
   std::memcpy(&h, p, sizeof h);
   return (Octet<float>)(__builtin_convertvector(h, Word) << 16);
+#endif
 }
 inline Octet<float> octet(const Float16* p) {
 #if defined(__F16C__)
@@ -56,18 +60,6 @@ inline Octet<float> octet(const Float16* p) {
   return v;
 #endif
 }
-// A boolean mask as a bias: 0 where it is true, -inf where it is false.
-struct Bool { uint8_t value; };
-inline float widen(Bool x) { return x.value ? 0.0f : -__builtin_inff(); }
-inline Octet<float> octet(const Bool* p) {
-  typedef uint8_t Byte __attribute__((vector_size(8)));
-  typedef int32_t Word __attribute__((vector_size(32)));
-  Byte b;
-  std::memcpy(&b, p, sizeof b);
-  const Octet<float> removed = Octet<float>{} - __builtin_inff();
-  return __builtin_convertvector(b, Word) == 0 ? removed : Octet<float>{};
-}
-
 // `count` (1 to 8) elements `step` apart, as an octet whose rest is zero (bias: neutral).
 template <typename In> inline auto octet(const In* p, int64_t step, int count) {
   if (step == 1 && count >= 8) return octet(p);
