@@ -18,16 +18,46 @@ constexpr uint32_t kForwardFeatures = kCausal | kBand | kBoolMask | kBias | kGqa
 constexpr uint32_t kBackwardFeatures = kForwardFeatures | kBiasGrad | kLseGrad;
 
 // One CPU instruction set: four entries.
-#define FLASHSDPA_CPU_ENTRIES(set, isa)                                                                              \
-  {"flashsdpa_fwd_cpu_" #set, "src/cpu/forward.h", Pass::kForward, Device::kCpu, isa, kFloats, kForwardFeatures, 256, \
-   64, 64, "online softmax, up to 256 queries share each K/V tile, longest first", set::forward_any},                \
-      {"flashsdpa_decode_cpu_" #set, "src/cpu/decode.h", Pass::kDecode, Device::kCpu, isa, kFloats, kForwardFeatures, \
-       256, 64, 64, "a group's queries share one pass over K/V, keys split over threads", set::decode_any},          \
-      {"flashsdpa_bwd_cpu_" #set, "src/cpu/backward.h", Pass::kBackward, Device::kCpu, isa, kFloats,                 \
-       kBackwardFeatures, 256, 64, 64, "five products per tile, no atomics", set::backward_any},                     \
-  {                                                                                                                  \
-    "flashsdpa_mask_plan_cpu_" #set, "src/cpu/mask_plan_cpu.h", Pass::kMaskPlan, Device::kCpu, isa, kMasks,          \
-        kBoolMask | kBias, 0, 64, 64, "one pass over the mask", set::mask_plan_any                                   \
+#define FLASHSDPA_CPU_ENTRIES(set, isa)                                                                     \
+  {"flashsdpa_fwd_cpu_" #set,                                                                               \
+   "src/cpu/forward.h",                                                                                     \
+   Pass::kForward,                                                                                          \
+   Device::kCpu,                                                                                            \
+   isa,                                                                                                     \
+   kFloats,                                                                                                 \
+   kForwardFeatures,                                                                                        \
+   256,                                                                                                     \
+   64,                                                                                                      \
+   64,                                                                                                      \
+   "online softmax, up to 256 queries share each K/V tile, longest first",                                  \
+   set::forward_any},                                                                                       \
+      {"flashsdpa_decode_cpu_" #set,                                                                        \
+       "src/cpu/decode.h",                                                                                  \
+       Pass::kDecode,                                                                                       \
+       Device::kCpu,                                                                                        \
+       isa,                                                                                                 \
+       kFloats,                                                                                             \
+       kForwardFeatures,                                                                                    \
+       256,                                                                                                 \
+       64,                                                                                                  \
+       64,                                                                                                  \
+       "up to 16 rows share one pass over K/V, read in place; keys split over threads",                     \
+       set::decode_any},                                                                                    \
+      {"flashsdpa_bwd_cpu_" #set,                                                                           \
+       "src/cpu/backward.h",                                                                                \
+       Pass::kBackward,                                                                                     \
+       Device::kCpu,                                                                                        \
+       isa,                                                                                                 \
+       kFloats,                                                                                             \
+       kBackwardFeatures,                                                                                   \
+       256,                                                                                                 \
+       64,                                                                                                  \
+       64,                                                                                                  \
+       "five products per tile, no atomics",                                                                \
+       set::backward_any},                                                                                  \
+  {                                                                                                         \
+    "flashsdpa_mask_plan_cpu_" #set, "src/cpu/mask_plan_cpu.h", Pass::kMaskPlan, Device::kCpu, isa, kMasks, \
+        kBoolMask | kBias, 0, 64, 64, "one pass over the mask", set::mask_plan_any                          \
   }
 
 // In ascending order of preference.
@@ -37,14 +67,14 @@ constexpr KernelEntry kTable[] = {
     FLASHSDPA_CPU_ENTRIES(avx2, Isa::kAvx2),
     FLASHSDPA_CPU_ENTRIES(avx512, Isa::kAvx512),
     {"flashsdpa_fwd_cpu_amx", "src/cpu/amx_engine.h", Pass::kForward, Device::kCpu, Isa::kAmx, bit(DType::kBFloat16),
-     kForwardFeatures, 256, 64, 64, "online softmax, products on AMX tiles, up to 256 queries share each K/V tile",
+     kForwardFeatures, 256, 64, 64, "online softmax, products on AMX tiles, up to 512 queries share each K/V tile",
      amx::forward_any},
     {"flashsdpa_bwd_cpu_amx", "src/cpu/amx_engine.h", Pass::kBackward, Device::kCpu, Isa::kAmx, bit(DType::kBFloat16),
      kBackwardFeatures, 256, 64, 64, "five products per tile on AMX tiles, no atomics", amx::backward_any},
 #endif
 #if defined(FLASHSDPA_HAVE_CUDA)
-    {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90, kMasks,
-     kBoolMask | kBias, 0, 64, 64, "one pass over the mask, then lists", launch_mask_plan_sm90},
+    {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,
+     kMasks, kBoolMask | kBias, 0, 64, 64, "one pass over the mask, then lists", launch_mask_plan_sm90},
 #endif
 };
 
@@ -80,7 +110,9 @@ bool isa_available(Isa isa) {
 const KernelEntry* find_kernel(Pass pass, Device device, DType dtype, int compute_capability) {
   // The search is short, but a small call should not pay for it: CPU answers are fixed for the process.
   static const auto cpu_choice = [] {
-    struct Choice { const KernelEntry* entry[4][kDTypeCount]; } choice{};
+    struct Choice {
+      const KernelEntry* entry[4][kDTypeCount];
+    } choice{};
     for (int p = 0; p < 4; ++p)
       for (int t = 0; t < kDTypeCount; ++t)
         for (const KernelEntry& e : kTable)

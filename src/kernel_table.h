@@ -1,4 +1,5 @@
-// The one table of kernels. Dispatch, refusal reasons, doctor, explain, the README's support table and the tests read it.
+// The one table of kernels. Dispatch, refusal reasons, doctor, explain, the README's support table and the tests read
+// it.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +16,9 @@ enum class Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kSm8
 
 enum Feature : uint32_t {
   kCausal = 1 << 0,
-  kBand = 1 << 1,       // windows and bottom-right causal
+  kBand = 1 << 1,  // windows and bottom-right causal
   kBoolMask = 1 << 2,
-  kBias = 1 << 3,       // additive mask
+  kBias = 1 << 3,  // additive mask
   kBiasGrad = 1 << 4,
   kGqa = 1 << 5,
   kLseGrad = 1 << 6,
@@ -25,33 +26,33 @@ enum Feature : uint32_t {
 };
 
 struct Launch {
-  void* stream = nullptr;           // cudaStream_t; null on the CPU
-  const ThreadPool* pool = nullptr; // CPU only
+  void* stream = nullptr;            // cudaStream_t; null on the CPU
+  const ThreadPool* pool = nullptr;  // CPU only
 };
 
 struct KernelEntry {
-  const char* name;      // what the profiler shows, e.g. flashsdpa_fwd_cpu_avx2
-  const char* source;    // the file to read first
+  const char* name;    // what the profiler shows, e.g. flashsdpa_fwd_cpu_avx2
+  const char* source;  // the file to read first
   Pass pass;
   Device device;
   Isa isa;
-  uint32_t dtypes;       // bit per DType
-  uint32_t features;     // Feature bits
-  int32_t max_dim;       // of q/k and of v
+  uint32_t dtypes;           // bit per DType
+  uint32_t features;         // Feature bits
+  int32_t max_dim;           // of q/k and of v
   int32_t block_m, block_n;  // tile: queries x keys
-  const char* schedule;  // one phrase for explain
+  const char* schedule;      // one phrase for explain
   // params: ForwardParams (kForward, kDecode), BackwardParams, MaskPlanParams. Returns null, or an error text.
   const char* (*launch)(const void* params, const Launch& launch);
 };
 
 // All entries of this build, and whether this machine can run one.
 const KernelEntry* kernel_table(int* count);
-bool isa_available(Isa isa);          // a CPU set: this processor (and TORCH_FLASHSDPA_CPU_ISA, a cap) allows it
+bool isa_available(Isa isa);  // a CPU set: this processor (and TORCH_FLASHSDPA_CPU_ISA, a cap) allows it
 const char* isa_name(Isa isa);
 // The best entry of `pass` on `device` for `dtype` that this machine can run; null if none. For CUDA the caller gives
 // the compute capability (90); CPU ignores it.
 const KernelEntry* find_kernel(Pass pass, Device device, DType dtype, int compute_capability);
 const char* library_version();
-const char* library_build();           // compilers, CUDA version or "none", one line
+const char* library_build();  // compilers, CUDA version or "none", one line
 
 }  // namespace flashsdpa

@@ -86,8 +86,8 @@ struct BackwardParams {
   const void* grad_lse;  // (batch, heads_q, seq_q) contiguous, the type of lse; null: no gradient
   ConstView q, k, v, out;
   const void* lse;
-  View dq, dk, dv;    // the layout of q, k, v; last stride 1; all three null, or all three given
-  void* dmask;        // accumulation type (float32, float64), contiguous, mask.size, zeroed; null: not wanted
+  View dq, dk, dv;  // the layout of q, k, v; last stride 1; all three null, or all three given
+  void* dmask;      // accumulation type (float32, float64), contiguous, mask.size, zeroed; null: not wanted
 };
 
 struct MaskPlanParams {

@@ -77,7 +77,9 @@ void check_auto(const Call& call, Reasons& reasons) {
                 " ", pass);
     return;
   }
-  const auto size = [](const Tensor& t, int axis) { return log2_of(t.sym_sizes()[axis].maybe_as_int().value_or(kLarge)); };
+  const auto size = [](const Tensor& t, int axis) {
+    return log2_of(t.sym_sizes()[axis].maybe_as_int().value_or(kLarge));
+  };
   const Point here{size(call.query, 3), size(call.query, 2), size(call.key, 2)};
   const auto nearest = std::min_element(candidates->begin(), candidates->end(), [&](const Entry& a, const Entry& b) {
     return distance(a.at, here) < distance(b.at, here);

@@ -121,8 +121,8 @@ struct Attention : torch::autograd::Function<Attention> {
     }
     const auto& [dq, dk, dv, dmask, dsinks] = result;
     const auto pick = [](bool wanted, const Tensor& grad) { return wanted ? grad : Tensor(); };
-    return {pick(wanted[0], dq), pick(wanted[1], dk), pick(wanted[2], dv), pick(mask_grad, dmask),
-            pick(sinks_grad, dsinks), Tensor()};
+    return {pick(wanted[0], dq),    pick(wanted[1], dk),      pick(wanted[2], dv),
+            pick(mask_grad, dmask), pick(sinks_grad, dsinks), Tensor()};
   }
 };
 
@@ -133,9 +133,9 @@ ForwardResult forward_autocast(const Call& call, c10::DispatchKey autocast_key, 
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(type, t, device); };
   const Options& o = call.options;
   const OptTensor mask = given(o.attn_mask) ? OptTensor(cast(*o.attn_mask)) : OptTensor();
-  const Options options{mask,          o.mask_plan,   o.rng_state,    o.dropout_p, o.is_causal,
-                        o.bottom_right, o.scale,      o.window_left,  o.window_right, o.softcap,
-                        o.alibi_slopes, o.sinks,      o.deterministic, o.batch_invariant};
+  const Options options{mask,           o.mask_plan, o.rng_state,     o.dropout_p,      o.is_causal,
+                        o.bottom_right, o.scale,     o.window_left,   o.window_right,   o.softcap,
+                        o.alibi_slopes, o.sinks,     o.deterministic, o.batch_invariant};
   return call_forward({cast(call.query), cast(call.key), cast(call.value), options});
 }
 

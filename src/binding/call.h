@@ -13,21 +13,21 @@ using at::Tensor;
 using OptTensor = std::optional<Tensor>;
 
 // The keyword arguments that forward and backward share, in the order of the schema.
-#define FLASHSDPA_OPTION_PARAMS                                                                          \
-  const ::flashsdpa::OptTensor &attn_mask, const ::flashsdpa::OptTensor &mask_plan,                      \
-      const ::flashsdpa::OptTensor &rng_state, double dropout_p, bool is_causal, bool bottom_right,      \
-      std::optional<double> scale, c10::SymInt window_left, c10::SymInt window_right, double softcap,    \
+#define FLASHSDPA_OPTION_PARAMS                                                                            \
+  const ::flashsdpa::OptTensor &attn_mask, const ::flashsdpa::OptTensor &mask_plan,                        \
+      const ::flashsdpa::OptTensor &rng_state, double dropout_p, bool is_causal, bool bottom_right,        \
+      std::optional<double> scale, c10::SymInt window_left, c10::SymInt window_right, double softcap,      \
       const ::flashsdpa::OptTensor &alibi_slopes, const ::flashsdpa::OptTensor &sinks, bool deterministic, \
       bool batch_invariant
-#define FLASHSDPA_OPTION_NAMES                                                                         \
-  attn_mask, mask_plan, rng_state, dropout_p, is_causal, bottom_right, scale, window_left, window_right, \
-      softcap, alibi_slopes, sinks, deterministic, batch_invariant
+#define FLASHSDPA_OPTION_NAMES                                                                                    \
+  attn_mask, mask_plan, rng_state, dropout_p, is_causal, bottom_right, scale, window_left, window_right, softcap, \
+      alibi_slopes, sinks, deterministic, batch_invariant
 
 #define FLASHSDPA_FORWARD_PARAMS \
   const at::Tensor &query, const at::Tensor &key, const at::Tensor &value, FLASHSDPA_OPTION_PARAMS
-#define FLASHSDPA_BACKWARD_PARAMS                                                                       \
+#define FLASHSDPA_BACKWARD_PARAMS                                                                          \
   const ::flashsdpa::OptTensor &grad_out, const ::flashsdpa::OptTensor &grad_lse, const at::Tensor &query, \
-      const at::Tensor &key, const at::Tensor &value, const at::Tensor &out, const at::Tensor &lse,     \
+      const at::Tensor &key, const at::Tensor &value, const at::Tensor &out, const at::Tensor &lse,        \
       FLASHSDPA_OPTION_PARAMS, std::array<bool, 5> output_mask
 
 inline const OptTensor kNoTensor;
@@ -68,8 +68,8 @@ inline const Tensor& tensor_or_undefined(const OptTensor& t) {
 
 // Calls through the dispatcher, by cached typed handles (ops.cpp).
 ForwardResult call_forward(const Call& call);
-BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call,
-                             const Tensor& out, const Tensor& lse, std::array<bool, 5> output_mask);
+BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
+                             const Tensor& lse, std::array<bool, 5> output_mask);
 Tensor call_mask_plan(const Tensor& attn_mask);
 
 // Implementations, registered in ops.cpp: on devices (execute.cpp), of derivatives and autocast (autograd.cpp).

@@ -51,9 +51,7 @@ std::string supported_dtypes(Device device) {
 
 // Options no kernel of this build serves.
 bool check_options(const Options& o, Reasons& reasons) {
-  if (o.dropout_p != 0.0 &&
-      reasons.add("dropout_p is ", o.dropout_p, "; flashsdpa kernels take 0.0"))
-    return true;
+  if (o.dropout_p != 0.0 && reasons.add("dropout_p is ", o.dropout_p, "; flashsdpa kernels take 0.0")) return true;
   if (!(at_least(o.window_left, -1) && at_least(o.window_right, -1)) &&
       reasons.add("window_left is ", o.window_left, ", window_right is ", o.window_right,
                   "; give 0 or more keys, or -1 for no limit"))
@@ -129,8 +127,7 @@ bool needs_mask_grad(const Call& call) {
 
 bool needs_grad(const Call& call) {
   if (!at::GradMode::is_enabled()) return false;
-  return call.query.requires_grad() || call.key.requires_grad() || call.value.requires_grad() ||
-         needs_mask_grad(call);
+  return call.query.requires_grad() || call.key.requires_grad() || call.value.requires_grad() || needs_mask_grad(call);
 }
 
 const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarType dtype) {
@@ -153,8 +150,7 @@ bool check_kinds(const Call& call, Reasons& reasons) {
   if (check_options(call.options, reasons)) return false;
   if (check_kind("query", q, reasons) || check_kind("key", k, reasons) || check_kind("value", v, reasons)) return false;
   if (!q.defined() || !k.defined() || !v.defined()) return false;
-  const bool readable =
-      is_dense(q) && is_dense(k) && is_dense(v) && (!given(mask) || is_dense(*mask));
+  const bool readable = is_dense(q) && is_dense(k) && is_dense(v) && (!given(mask) || is_dense(*mask));
 
   const auto dtype = q.scalar_type();
   if ((k.scalar_type() != dtype || v.scalar_type() != dtype) &&
@@ -199,16 +195,14 @@ void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Rea
   if (lacks(kCausal) && o.is_causal && reasons.add("is_causal is True; ", entry.name, " takes False")) return;
   if (lacks(kBand)) {
     const bool window = !equals(o.window_left, -1) || !equals(o.window_right, -1);
-    if ((window || o.bottom_right) &&
-        reasons.add("window or bottom_right is given; ", entry.name, " takes neither"))
+    if ((window || o.bottom_right) && reasons.add("window or bottom_right is given; ", entry.name, " takes neither"))
       return;
   }
   if (given(o.attn_mask)) {
     const bool boolean = o.attn_mask->scalar_type() == at::kBool;
     if (boolean && lacks(kBoolMask) && reasons.add("attn_mask is bool; ", entry.name, " takes none")) return;
     if (!boolean && lacks(kBias) && reasons.add("attn_mask is additive; ", entry.name, " takes none")) return;
-    if (mask_grad && lacks(kBiasGrad) &&
-        reasons.add("attn_mask requires a gradient; ", entry.name, " computes none"))
+    if (mask_grad && lacks(kBiasGrad) && reasons.add("attn_mask requires a gradient; ", entry.name, " computes none"))
       return;
   }
   if (lacks(kGqa) && !equals(size(call.query, 1), size(call.key, 1)))
@@ -298,7 +292,8 @@ void require(const char* op, const Call& call) {
   Reasons reasons;
   check_kinds(call, reasons);
   if (reasons.ok()) check_shapes(call, reasons);
-  if (!reasons.ok()) [[unlikely]] raise(op, call);
+  if (!reasons.ok()) [[unlikely]]
+    raise(op, call);
 }
 
 void require_backward(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,

@@ -38,7 +38,7 @@ std::string join(const std::vector<std::string>& parts, const char* separator);
 
 std::optional<DType> to_dtype(at::ScalarType type);
 const char* dtype_name(at::ScalarType type);  // "float32"
-bool is_dense(const Tensor& t);              // defined, strided, not nested
+bool is_dense(const Tensor& t);               // defined, strided, not nested
 std::string shape_text(c10::SymIntArrayRef sizes);
 
 // Whether a gradient is asked of the call: of any input, of attn_mask.
@@ -48,8 +48,8 @@ bool needs_mask_grad(const Call& call);
 // Transforms that have no rule for the ops: torch.func wrappers and forward-mode tangents. Asked above autograd, where
 // they are seen; the kernels below need not ask again.
 void check_transforms(const Call& call, Reasons& reasons);
-// Everything else that can be told without looking at a shape: options, tensor kinds, devices, dtypes, the kernel table.
-// Returns whether the shapes can be looked at.
+// Everything else that can be told without looking at a shape: options, tensor kinds, devices, dtypes, the kernel
+// table. Returns whether the shapes can be looked at.
 bool check_kinds(const Call& call, Reasons& reasons);
 // Ranks, sizes and what the kernel entries make of them. 4-D tensors; guards as little as it can on symbolic sizes.
 void check_shapes(const Call& call, Reasons& reasons);

@@ -32,7 +32,8 @@ void run_on_torch_pool(int workers, void (*task)(void*, int), void* context) {
 // Launches `entry` on the current stream of the device, or on torch's thread pool, in a span with the entry's name.
 void launch(const KernelEntry& entry, const at::Device& device, const void* params) {
   at::RecordFunction span(at::RecordScope::FUNCTION);
-  if (span.isActive()) [[unlikely]] span.before(entry.name);
+  if (span.isActive()) [[unlikely]]
+    span.before(entry.name);
   ThreadPool pool;
   Launch where;
   if (device.is_cpu()) {
@@ -154,10 +155,12 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   const auto dtype = query.scalar_type();
   const int64_t dim_v = value.size(3);
   Tensor out = empty_dense({p.batch, p.heads_q, p.seq_q, dim_v}, query, dtype);
-  Tensor lse = query.is_cpu() ? Tensor(at::detail::empty_cpu({p.batch, p.heads_q, p.seq_q}, accumulation_type(dtype)))
-                              : at::empty({p.batch, p.heads_q, p.seq_q}, query.options().dtype(accumulation_type(dtype)));
+  Tensor lse = query.is_cpu()
+                   ? Tensor(at::detail::empty_cpu({p.batch, p.heads_q, p.seq_q}, accumulation_type(dtype)))
+                   : at::empty({p.batch, p.heads_q, p.seq_q}, query.options().dtype(accumulation_type(dtype)));
   const KernelEntry* entry = forward_entry(call);
-  if (observing()) [[unlikely]] observe_launch("flashsdpa::forward", *entry, call);
+  if (observing()) [[unlikely]]
+    observe_launch("flashsdpa::forward", *entry, call);
   if (lse.numel() == 0) return {out, lse};
   if (p.seq_k == 0) {
     out.zero_();
@@ -205,11 +208,12 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     Reasons reasons;
     check_entry(*entry, call, want_mask, reasons);
     TORCH_CHECK(reasons.ok(), entry->name, " does not compute this gradient");
-    if (observing()) [[unlikely]] observe_launch("flashsdpa::backward", *entry, call);
+    if (observing()) [[unlikely]]
+      observe_launch("flashsdpa::backward", *entry, call);
     const Tensor q = padded(query), k = padded(key), v = padded(value), o = padded(out);
     // A stride of 0 is read in place, in the last axis too: the gradient of a sum is one number.
     const bool broadcast = given(grad_out) && dim_v > 0 && grad_out->stride(3) == 0;
-    const Tensor go = broadcast           ? *grad_out
+    const Tensor go = broadcast          ? *grad_out
                       : !given(grad_out) ? at::zeros({1, 1, 1, 1}, query.options()).expand(o.sizes())
                                          : padded(*grad_out);
     const Tensor gl = given(grad_lse) ? grad_lse->contiguous() : Tensor();

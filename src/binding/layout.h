@@ -20,7 +20,8 @@ inline int64_t one_or_more(int64_t a) { return std::max<int64_t>(a, 1); }
 inline c10::SymInt one_or_more(const c10::SymInt& a) { return a.max(1); }
 
 // Dense strides for a (batch, heads, rows, columns) tensor: columns innermost, the other axes nested as they are in
-// `like`. An axis whose stride says nothing (size 1, or broadcast with stride 0) goes just outside the axes on its right.
+// `like`. An axis whose stride says nothing (size 1, or broadcast with stride 0) goes just outside the axes on its
+// right.
 template <class Int>
 std::array<Int, 4> dense_strides(const std::array<Int, 4>& sizes, c10::ArrayRef<Int> like_strides) {
   std::array<int, 3> order;  // innermost first

@@ -26,7 +26,7 @@ namespace {
 constexpr at::ScalarType kDTypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kBool};
 constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx, Isa::kSm80, Isa::kSm90};
 constexpr std::pair<Feature, const char*> kFeatures[] = {
-    {kCausal, "causal"},     {kBand, "band"}, {kBoolMask, "bool_mask"}, {kBias, "bias"},
+    {kCausal, "causal"},      {kBand, "band"}, {kBoolMask, "bool_mask"}, {kBias, "bias"},
     {kBiasGrad, "bias_grad"}, {kGqa, "gqa"},   {kLseGrad, "lse_grad"},   {kDeterministic, "deterministic"}};
 
 Backend to_backend(int value) {
@@ -83,9 +83,8 @@ void tell_python(const Event& event) {
         "kind"_a = event.kind, "op"_a = event.op, "kernel"_a = event.kernel, "shape_q"_a = shape_object(call.query),
         "shape_k"_a = shape_object(call.key), "shape_v"_a = shape_object(call.value),
         "dtype"_a = dtype_name(call.query.scalar_type()), "device"_a = call.query.device().str(),
-        "mask"_a = readable ? py::object(py::str(mask_text(mask))) : py::none(),
-        "is_causal"_a = call.options.is_causal, "reasons"_a = event.reasons, "backend"_a = event.backend,
-        "phase"_a = event.phase));
+        "mask"_a = readable ? py::object(py::str(mask_text(mask))) : py::none(), "is_causal"_a = call.options.is_causal,
+        "reasons"_a = event.reasons, "backend"_a = event.backend, "phase"_a = event.phase));
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("torch_flashsdpa observer");
   }
@@ -134,9 +133,8 @@ py::list kernel_list() {
       if (e.features & bit) features.append(name);
     list.append(py::dict("name"_a = e.name, "source"_a = e.source, "pass"_a = pass_name(e.pass),
                          "device"_a = e.device == Device::kCuda ? "cuda" : "cpu", "isa"_a = isa_name(e.isa),
-                         "dtypes"_a = dtypes, "features"_a = features, "max_dim"_a = e.max_dim,
-                         "block_m"_a = e.block_m, "block_n"_a = e.block_n, "schedule"_a = e.schedule,
-                         "available"_a = entry_available(e)));
+                         "dtypes"_a = dtypes, "features"_a = features, "max_dim"_a = e.max_dim, "block_m"_a = e.block_m,
+                         "block_n"_a = e.block_n, "schedule"_a = e.schedule, "available"_a = entry_available(e)));
   }
   return list;
 }
@@ -201,8 +199,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("remove_router", &remove_router, "Give aten::scaled_dot_product_attention back to torch. Idempotent.");
   m.def("router_installed", &router_installed);
 
-  m.def("set_default", [](int backend, bool strict) { set_default_selection(to_backend(backend), strict); },
-        "backend"_a, "strict"_a, "The process-wide selection: 0 stock, 1 flashsdpa, 2 auto.");
+  m.def(
+      "set_default", [](int backend, bool strict) { set_default_selection(to_backend(backend), strict); }, "backend"_a,
+      "strict"_a, "The process-wide selection: 0 stock, 1 flashsdpa, 2 auto.");
   m.def("get_default", [] {
     const Selection s = default_selection();
     return py::make_tuple(static_cast<int>(s.backend), s.strict);
@@ -216,26 +215,36 @@ PYBIND11_MODULE(_C, m) {
     const Selection s = current_selection();
     return py::make_tuple(static_cast<int>(s.backend), s.strict, s.scoped);
   });
-  m.def("stock_only", []() -> py::object {
-    if (!torch_leaves_to_stock(current_selection())) return py::none();
-    return py::str(torch_backends_text());
-  }, "Why torch's own backend settings leave a call to stock right now, or None.");
+  m.def(
+      "stock_only",
+      []() -> py::object {
+        if (!torch_leaves_to_stock(current_selection())) return py::none();
+        return py::str(torch_backends_text());
+      },
+      "Why torch's own backend settings leave a call to stock right now, or None.");
 
-  m.def("set_hook", [](py::object f) {
-    python_hook() = std::move(f);
-    set_hook(&ask_python);
-  }, "f(query, key, value, attn_mask) -> (backend, strict), asked for tensors with the Python dispatch key.");
-  m.def("set_observer", [](py::object f) {
-    const bool on = !f.is_none();
-    if (on) python_observer() = std::move(f);
-    observer.store(on ? &tell_python : nullptr);
-    if (!on) python_observer() = py::none();
-  }, "f(event: dict) for every decision and launch, or None.");
+  m.def(
+      "set_hook",
+      [](py::object f) {
+        python_hook() = std::move(f);
+        set_hook(&ask_python);
+      },
+      "f(query, key, value, attn_mask) -> (backend, strict), asked for tensors with the Python dispatch key.");
+  m.def(
+      "set_observer",
+      [](py::object f) {
+        const bool on = !f.is_none();
+        if (on) python_observer() = std::move(f);
+        observer.store(on ? &tell_python : nullptr);
+        if (!on) python_observer() = py::none();
+      },
+      "f(event: dict) for every decision and launch, or None.");
 
-  m.def("explain", &explain_call, "query"_a, "key"_a, "value"_a, "attn_mask"_a, "dropout_p"_a, "is_causal"_a,
-        "scale"_a, "enable_gqa"_a, "backend"_a, "strict"_a);
+  m.def("explain", &explain_call, "query"_a, "key"_a, "value"_a, "attn_mask"_a, "dropout_p"_a, "is_causal"_a, "scale"_a,
+        "enable_gqa"_a, "backend"_a, "strict"_a);
   m.def("kernel_table", &kernel_list);
-  m.def("routed_calls", [] { return routed_calls.load(); }, "Executions of flashsdpa::forward.");
+  m.def(
+      "routed_calls", [] { return routed_calls.load(); }, "Executions of flashsdpa::forward.");
   m.def("reset_routed_calls", [] { routed_calls = 0; });
   m.def("set_auto_table", &set_auto_rows, "rows"_a);
   m.def("build_info", &build_info);

@@ -77,7 +77,8 @@ bool flatten_inputs(Normalised& r, int64_t count, Reasons& reasons) {
       continue;
     }
     complete = false;
-    if (reasons.add(name, " has ", t->dim(), " dimensions whose leading strides are not one batch axis; make it contiguous"))
+    if (reasons.add(name, " has ", t->dim(),
+                    " dimensions whose leading strides are not one batch axis; make it contiguous"))
       break;
   }
   return complete;

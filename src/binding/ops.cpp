@@ -24,10 +24,10 @@ namespace {
 const std::vector<at::Tag> kPure{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
 const std::vector<at::Tag> kRandom{at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
 
-#define FLASHSDPA_OPTION_SCHEMA                                                                              \
-  "Tensor? attn_mask=None, Tensor? mask_plan=None, Tensor? rng_state=None, float dropout_p=0.0, "            \
-  "bool is_causal=False, bool bottom_right=False, float? scale=None, SymInt window_left=-1, "                \
-  "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "               \
+#define FLASHSDPA_OPTION_SCHEMA                                                                   \
+  "Tensor? attn_mask=None, Tensor? mask_plan=None, Tensor? rng_state=None, float dropout_p=0.0, " \
+  "bool is_causal=False, bool bottom_right=False, float? scale=None, SymInt window_left=-1, "     \
+  "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "    \
   "bool deterministic=False, bool batch_invariant=False"
 
 template <class Fn>
@@ -86,8 +86,8 @@ ForwardResult call_forward(const Call& call) {
                  o.deterministic, o.batch_invariant);
 }
 
-BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call,
-                             const Tensor& out, const Tensor& lse, std::array<bool, 5> output_mask) {
+BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
+                             const Tensor& lse, std::array<bool, 5> output_mask) {
   static const auto op = handle<BackwardResult(FLASHSDPA_BACKWARD_PARAMS)>("flashsdpa::backward");
   const auto& o = call.options;
   return op.call(grad_out, grad_lse, call.query, call.key, call.value, out, lse, o.attn_mask, o.mask_plan, o.rng_state,
@@ -103,10 +103,12 @@ Tensor call_mask_plan(const Tensor& attn_mask) {
 TORCH_LIBRARY(flashsdpa, m) {
   m.def("forward(Tensor query, Tensor key, Tensor value, *, " FLASHSDPA_OPTION_SCHEMA ") -> (Tensor out, Tensor lse)",
         kPure);
-  m.def("backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        "*, " FLASHSDPA_OPTION_SCHEMA ", bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, "
-        "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
-        kPure);
+  m.def(
+      "backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+      "*, " FLASHSDPA_OPTION_SCHEMA
+      ", bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, "
+      "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
+      kPure);
   m.def("mask_plan(Tensor attn_mask) -> Tensor", kPure);
   m.def("rng_state(Device? device=None) -> Tensor", kRandom);
 }

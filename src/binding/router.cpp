@@ -59,8 +59,13 @@ void notify(const Request& r, const char* kernel, const std::vector<std::string>
   const auto observe = observer.load();
   if (observe == nullptr) return;
   const Options options = options_of(r);
-  observe({"decision", "aten::scaled_dot_product_attention", kernel, {r.query, r.key, r.value, options}, reasons,
-           backend_name(selection.backend), traced ? "traced" : "eager"});
+  observe({"decision",
+           "aten::scaled_dot_product_attention",
+           kernel,
+           {r.query, r.key, r.value, options},
+           reasons,
+           backend_name(selection.backend),
+           traced ? "traced" : "eager"});
 }
 
 // A plan pays when a granule can be skipped: the scores of one head are more than one granule.
@@ -137,8 +142,8 @@ Explanation explain(const Request& r, const Selection& selection) {
   decide(r, device, selection, n, reasons);
   const bool normal = n.query.defined() && n.query.dim() == 4 && n.key.dim() == 4 && n.value.dim() == 4;
   const Options options{.attn_mask = normal ? n.attn_mask : r.attn_mask, .is_causal = r.is_causal, .scale = r.scale};
-  const Call call = normal ? Call{n.query, n.key, n.value, options, device}
-                           : Call{r.query, r.key, r.value, options, device};
+  const Call call =
+      normal ? Call{n.query, n.key, n.value, options, device} : Call{r.query, r.key, r.value, options, device};
   const KernelEntry* chosen = reasons.ok() ? forward_entry(call) : nullptr;
   explanation.candidates = candidates(call, chosen);
   if (chosen != nullptr) describe(*chosen, call, explanation);

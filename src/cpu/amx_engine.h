@@ -1,8 +1,8 @@
 // The products of a tile on AMX (amx_tile.h), for bfloat16 inputs: the counterpart of float_engine.h.
 //
-// Scores stay transposed (S^T, keys x rows), so that masks and the softmax are shared with the float engine. K and V are
-// A operands as they lie in memory; Q^T, dO^T and P^T are B operands ("pairs"). The forward accumulates O^T = V^T P^T,
-// the backward dQ^T = K^T dS^T: V^T and K^T are transposed once and serve every row tile.
+// Scores stay transposed (S^T, keys x rows), so that masks and the softmax are shared with the float engine. K and V
+// are A operands as they lie in memory; Q^T, dO^T and P^T are B operands ("pairs"). The forward accumulates O^T = V^T
+// P^T, the backward dQ^T = K^T dS^T: V^T and K^T are transposed once and serve every row tile.
 #pragma once
 
 #include "amx_tile.h"
@@ -18,7 +18,9 @@ constexpr int64_t kPairStride = kTile;  // columns of a B operand over row tiles
 inline __m512i round_pair(Vec<float> low, Vec<float> high) {
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);  // low's 16, then high's
   alignas(64) static constexpr auto kOrder = [] {
-    struct { uint16_t at[32]; } order{};
+    struct {
+      uint16_t at[32];
+    } order{};
     for (int i = 0; i < 16; ++i) order.at[2 * i] = uint16_t(i), order.at[2 * i + 1] = uint16_t(16 + i);
     return order;
   }();
@@ -109,8 +111,8 @@ inline void pack_row_pairs(BFloat16* dst, const ConstView& x, const RowTile& til
   }
 }
 
-// Where the scale is applied: to scale Q would round it again. A positive one, which keeps the order of scores and their
-// -inf, waits for the exponential, where it is free, unless a bias comes before.
+// Where the scale is applied: to scale Q would round it again. A positive one, which keeps the order of scores and
+// their -inf, waits for the exponential, where it is free, unless a bias comes before.
 struct AmxScaling {
   float now = 1.0f, later = 1.0f;
 
@@ -130,8 +132,8 @@ class AmxForward {
  public:
   using In = BFloat16;
   using T = float;
-  static constexpr int kRowTiles = 8;  // that share one transposed V
-  static constexpr int kKeyTiles = 4;  // of K and V at a time: O^T is read and written once for 256 keys
+  static constexpr int kRowTiles = 8;           // that share one transposed V
+  static constexpr int kKeyTiles = 4;           // of K and V at a time: O^T is read and written once for 256 keys
   static constexpr int kScoreRows = kAmxBlock;  // of S^T at a time: they stay in the first-level cache
   static constexpr int kKeyStep = kAmxBlock;
 
@@ -213,7 +215,11 @@ class AmxBackward {
   static constexpr int kKeyStep = kAmxBlock;
 
   AmxBackward(Arena& arena, const Problem& p)
-      : scaling_(p), dim_(p.dim), dim_v_(p.dim_v), depth_(amx_padded(p.dim)), width_(amx_padded(p.dim_v)),
+      : scaling_(p),
+        dim_(p.dim),
+        dim_v_(p.dim_v),
+        depth_(amx_padded(p.dim)),
+        width_(amx_padded(p.dim_v)),
         seq_k_(p.seq_k) {
     qt_ = arena.take<BFloat16>(depth_ * kPairStride);
     gt_ = arena.take<BFloat16>(width_ * kPairStride);
@@ -268,7 +274,8 @@ class AmxBackward {
     pack_rows(pt_, pt + at, kTileStride, j1 - j0, r1 - r0);
     pack_rows(dt_, dt + at, kTileStride, j1 - j0, r1 - r0);
     pack_pairs(dt_pairs_, dt + at, kTileStride, j1 - j0, r1 - r0);
-    amx_gemm<true>(m, width_, n, pt_, kTile, g_ + r0 * width_, width_, dv + j0 * row_stride(dim_v_), row_stride(dim_v_));
+    amx_gemm<true>(m, width_, n, pt_, kTile, g_ + r0 * width_, width_, dv + j0 * row_stride(dim_v_),
+                   row_stride(dim_v_));
     amx_gemm<true>(m, depth_, n, dt_, kTile, q_ + r0 * depth_, depth_, dk + j0 * row_stride(dim_), row_stride(dim_));
     amx_gemm<true>(depth_, n, m, kt_ + first_key_ * depth_ + j0, kTile, dt_pairs_, kPairStride, dqt_ + r0, kTileStride);
   }

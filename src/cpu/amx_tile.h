@@ -15,14 +15,20 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 // The intrinsics of g++ 12 do not tell the compiler that tile loads and the configuration read memory: stores to an
 // operand could move past them. These do.
 #if !defined(FLASHSDPA_AMX_EMULATION)
-template <int kTileNumber> inline void tile_load(const void* p, int64_t row_bytes) {
+template <int kTileNumber>
+inline void tile_load(const void* p, int64_t row_bytes) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTileNumber), "r"(p), "r"(row_bytes) : "memory");
 }
-template <int kTileNumber> inline void tile_store(void* p, int64_t row_bytes) {
+template <int kTileNumber>
+inline void tile_store(void* p, int64_t row_bytes) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTileNumber), "r"(p), "r"(row_bytes) : "memory");
 }
-template <int kTileNumber> inline void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(kTileNumber)); }
-template <int kC, int kA, int kB> inline void tile_multiply() {
+template <int kTileNumber>
+inline void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTileNumber));
+}
+template <int kC, int kA, int kB>
+inline void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 inline void tile_configure(const void* config) {

@@ -9,15 +9,17 @@
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
 // The softmax of one row tile so far.
-template <typename T> struct SoftmaxState {
+template <typename T>
+struct SoftmaxState {
   T max[kTile];  // of the scores
   T sum[kTile];  // of exp(score - max)
   bool started;
 };
 
-// The running maximum and sum of rows [r0, r1) over S^T (keys x rows) within the spans, and P^T = exp(S^T * factor - maximum), which
-// keep(key, row, P of the key, P of the next key) stores for pairs of keys; pairs go on, with zeros, up to a multiple of
-// kKeyStep. alpha: the factor for what was accumulated before, per row. Returns whether any differs from 1.
+// The running maximum and sum of rows [r0, r1) over S^T (keys x rows) within the spans, and P^T = exp(S^T * factor -
+// maximum), which keep(key, row, P of the key, P of the next key) stores for pairs of keys; pairs go on, with zeros, up
+// to a multiple of kKeyStep. alpha: the factor for what was accumulated before, per row. Returns whether any differs
+// from 1.
 template <int kKeyStep, typename T, typename Keep>
 inline bool online_softmax(const T* st, int r0, int r1, const Spans<T>& spans, T factor, SoftmaxState<T>& state,
                            T* alpha, const Keep& keep) {
@@ -94,8 +96,7 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
       spans.finish(tile.rows, Engine::kKeyStep, keys);
       for (int i = 0; i < visited; ++i) {
         const int slot = slots[i];
-        if (!loaded[slot])
-          engine.load_keys(slot, a.k, a.v, tile.batch, kv_head, (kb + slot) * kTile, keys_of(slot));
+        if (!loaded[slot]) engine.load_keys(slot, a.k, a.v, tile.batch, kv_head, (kb + slot) * kTile, keys_of(slot));
         loaded[slot] = true;
       }
       T alpha[kTile];

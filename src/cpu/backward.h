@@ -20,17 +20,18 @@ inline void for_each_key_tile(const Problem& p, const RowTile& tile, const Visit
   }
 }
 
-template <typename Engine> struct BackwardScratch {
+template <typename Engine>
+struct BackwardScratch {
   using In = typename Engine::In;
   using T = typename Engine::T;
   Engine engine;
   TileMask mask;
   Spans<T> spans;  // of the tile at hand; P and dS are nothing outside
-  T* pt;      // (64 x kTileStride): S^T, then P^T
-  T* dt;      // (64 x kTileStride): dP^T, then dS^T before the scale
-  T* shift;   // (64): the log-sum-exp; +inf for a row with no key, so that every probability of it is 0
-  T* weight;  // (64): 1, and P = weight * exp(S - shift)
-  T* delta;   // (64): rowsum(O * dO) - dLSE
+  T* pt;           // (64 x kTileStride): S^T, then P^T
+  T* dt;           // (64 x kTileStride): dP^T, then dS^T before the scale
+  T* shift;        // (64): the log-sum-exp; +inf for a row with no key, so that every probability of it is 0
+  T* weight;       // (64): 1, and P = weight * exp(S - shift)
+  T* delta;        // (64): rowsum(O * dO) - dLSE
 
   BackwardScratch(Arena& arena, const Problem& p) : engine(arena, p) {
     pt = arena.take<T>(kTile * kTileStride);
@@ -81,7 +82,8 @@ template <typename Engine> struct BackwardScratch {
       online_softmax<1>(pt, 0, tile.rows, spans, engine.factor(), state, alpha, [](int, int, Vec<T>, Vec<T>) {});
     });
     for (int r = 0; r < tile.rows; ++r)
-      if (std::abs(shift[r]) > kCoarse && std::isfinite(shift[r])) shift[r] = state.max[r], weight[r] = T(1) / state.sum[r];
+      if (std::abs(shift[r]) > kCoarse && std::isfinite(shift[r]))
+        shift[r] = state.max[r], weight[r] = T(1) / state.sum[r];
   }
 
   // The masked scores of a tile, in pt; false if none stays.
@@ -96,7 +98,8 @@ template <typename Engine> struct BackwardScratch {
     return true;
   }
 
-  template <typename Visit> void for_each_block(const RowTile& tile, int keys, const Visit& visit) const {
+  template <typename Visit>
+  void for_each_block(const RowTile& tile, int keys, const Visit& visit) const {
     spans.for_each_block(0, tile.rows, 0, keys, visit);
   }
 
@@ -157,8 +160,7 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
     std::memset(dk, 0, accumulator * sizeof(T));
     s.engine.load_pair(a, batch, kv_head);
     for (int64_t unit = split * units / splits; unit < (split + 1) * units / splits; ++unit) {
-      const RowTile tile =
-          RowTile::of_head(batch, kv_head * group + unit / q_tiles, unit % q_tiles * kTile, p.seq_q);
+      const RowTile tile = RowTile::of_head(batch, kv_head * group + unit / q_tiles, unit % q_tiles * kTile, p.seq_q);
       s.load_rows(a, tile);
       for_each_key_tile(p, tile, [&](int granule, int64_t first_key, int keys) {
         if (!s.recompute(a, tile, granule, first_key, keys)) return;
@@ -181,7 +183,8 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
   });
 }
 
-// dst[query * row_stride + key * col_stride] += dS of rows [r0, r1) and keys [j0, j1); a stride of 0 sums over that axis.
+// dst[query * row_stride + key * col_stride] += dS of rows [r0, r1) and keys [j0, j1); a stride of 0 sums over that
+// axis.
 template <typename T>
 inline void add_transposed(T* dst, int64_t row_stride, int64_t col_stride, const RowTile& tile, int r0, int r1, int j0,
                            int j1, const T* dt) {

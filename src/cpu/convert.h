@@ -5,13 +5,24 @@
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
 
 // The type a storage type is computed in.
-template <typename In> struct AccumulateOf { using type = float; };
-template <> struct AccumulateOf<double> { using type = double; };
-template <typename In> using Accumulate = typename AccumulateOf<In>::type;
+template <typename In>
+struct AccumulateOf {
+  using type = float;
+};
+template <>
+struct AccumulateOf<double> {
+  using type = double;
+};
+template <typename In>
+using Accumulate = typename AccumulateOf<In>::type;
 
 inline float bits_float(uint32_t u) {
   float f;

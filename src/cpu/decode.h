@@ -1,5 +1,5 @@
-// flashsdpa_decode_cpu: few queries. The queries of all heads of a group share one pass over their K and V head, and the
-// keys are split over the workers; partial results are merged by their log-sum-exp.
+// flashsdpa_decode_cpu: few queries. The queries of all heads of a group share one pass over their K and V head, and
+// the keys are split over the workers; partial results are merged by their log-sum-exp.
 #pragma once
 
 #include "few_rows.h"

@@ -9,7 +9,8 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 constexpr int kFewRows = 16;  // beyond them the tiles of attend.h are faster
 
 // The lanes folded by `op`, halves onto halves.
-template <typename T, typename Op> inline T fold_lanes(const Vec<T>& v, const Op& op) {
+template <typename T, typename Op>
+inline T fold_lanes(const Vec<T>& v, const Op& op) {
   T x[kLanes<T>];
   store(x, v);
 #pragma GCC unroll 4
@@ -17,10 +18,12 @@ template <typename T, typename Op> inline T fold_lanes(const Vec<T>& v, const Op
     for (int i = 0; i < half; ++i) x[i] = op(x[i], x[i + half]);
   return x[0];
 }
-template <typename T> inline T sum_lanes(const Vec<T>& v) {
+template <typename T>
+inline T sum_lanes(const Vec<T>& v) {
   return fold_lanes<T>(v, [](T a, T b) { return a + b; });
 }
-template <typename T> inline Octet<T> halves_added(const Vec<T>& v) {
+template <typename T>
+inline Octet<T> halves_added(const Vec<T>& v) {
   if constexpr (kLanes<T> == 16)
     return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -97,7 +100,8 @@ inline void weighted_sum(const T* weights, int keys, const E* v, int64_t ldv, in
 }
 
 // The few rows of a tile, and what they have attended so far.
-template <typename In> class FewRows {
+template <typename In>
+class FewRows {
  public:
   using T = Accumulate<In>;
 
@@ -148,7 +152,8 @@ template <typename In> class FewRows {
   static int64_t whole(int64_t cols) { return (cols + kLanes<T> - 1) / kLanes<T> * kLanes<T>; }
 
   // visit(first row, rows as a constant) over blocks of 4, 2 and 1 rows
-  template <typename Visit> static void for_each_block(int rows, const Visit& visit) {
+  template <typename Visit>
+  static void for_each_block(int rows, const Visit& visit) {
     int r = 0;
     for (; r + 4 <= rows; r += 4) visit(r, std::integral_constant<int, 4>());
     if (r + 2 <= rows) visit(r, std::integral_constant<int, 2>()), r += 2;
@@ -175,7 +180,8 @@ template <typename In> class FewRows {
     mask.find(p, tile, granule, first, keys);
     for (int r = 0; r < tile.rows; ++r) {
       T* scores = weights_ + r * kTile;
-      if (mask.biased) with_bias_type(p.mask, [&](auto type) {
+      if (mask.biased)
+        with_bias_type(p.mask, [&](auto type) {
           const MaskView& m = p.mask;
           const auto* bias = static_cast<const decltype(type)*>(m.data) + tile.batch * m.stride[0] +
                              tile.head[r] * m.stride[1] + tile.query[r] * m.stride[2] + first * m.stride[3];

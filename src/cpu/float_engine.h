@@ -18,12 +18,13 @@ inline void score_tile(int keys, int rows, int64_t dim, const T* k, int64_t ldk,
     gemm<true>(keys, rows, std::min(part, dim - c), k + c, ldk, 1, qt + c * kTileStride, kTileStride, st, kTileStride);
 }
 
-template <typename In_> class FloatForward {
+template <typename In_>
+class FloatForward {
  public:
   using In = In_;
   using T = Accumulate<In>;
-  static constexpr int kRowTiles = 4;  // that share one pass over K and V
-  static constexpr int kKeyTiles = 2;  // of K and V at a time: S^T then stays in the first-level cache
+  static constexpr int kRowTiles = 4;       // that share one pass over K and V
+  static constexpr int kKeyTiles = 2;       // of K and V at a time: S^T then stays in the first-level cache
   static constexpr int kScoreRows = kTile;  // of S^T at a time
   static constexpr int kKeyStep = 2;        // spans are multiples of it
 
@@ -85,7 +86,8 @@ template <typename In_> class FloatForward {
   T* v_;               // (kKeyTiles * 64 x ldv)
 };
 
-template <typename In_> class FloatBackward {
+template <typename In_>
+class FloatBackward {
  public:
   using In = In_;
   using T = Accumulate<In>;

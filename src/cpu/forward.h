@@ -1,4 +1,5 @@
-// flashsdpa_fwd_cpu: work items are (batch, head, a few tiles of queries), longest first where the band makes them uneven.
+// flashsdpa_fwd_cpu: work items are (batch, head, a few tiles of queries), longest first where the band makes them
+// uneven.
 #pragma once
 
 #include "attend.h"
@@ -14,7 +15,8 @@ inline int worthwhile_workers(const Problem& p, double products) {
 }
 
 // Scratch of a worker: the engine's operands, the scores of a tile, the softmax of each row tile.
-template <typename Engine> struct ForwardScratch {
+template <typename Engine>
+struct ForwardScratch {
   Engine engine;
   typename Engine::T* st;
   SoftmaxState<typename Engine::T>* states;

@@ -53,8 +53,7 @@ inline void row_panel(int64_t rows, int64_t depth, const T* a, int64_t a_row, in
     }
   for (; i + 2 <= rows; i += 2)
     micro_tile<T, 2, kVecs, kAccumulate>(depth, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc);
-  if (i < rows)
-    micro_tile<T, 1, kVecs, kAccumulate>(depth, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc);
+  if (i < rows) micro_tile<T, 1, kVecs, kAccumulate>(depth, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc);
 }
 
 template <bool kAccumulate, typename T>

@@ -8,14 +8,15 @@
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
 // Calls kernel<Of<dtype>>.
-template <typename In> using Itself = In;
-#define FLASHSDPA_BY_DTYPE(kernel, Of)                                                           \
-  switch (static_cast<const Problem*>(params)->dtype) {                                          \
-    case DType::kFloat32: return kernel<Of<float>>(params, launch);                              \
-    case DType::kFloat64: return kernel<Of<double>>(params, launch);                             \
-    case DType::kBFloat16: return kernel<Of<BFloat16>>(params, launch);                          \
-    case DType::kFloat16: return kernel<Of<Float16>>(params, launch);                            \
-    default: return #kernel ": q, k, v must be float32, float64, bfloat16 or float16";           \
+template <typename In>
+using Itself = In;
+#define FLASHSDPA_BY_DTYPE(kernel, Of)                                                 \
+  switch (static_cast<const Problem*>(params)->dtype) {                                \
+    case DType::kFloat32: return kernel<Of<float>>(params, launch);                    \
+    case DType::kFloat64: return kernel<Of<double>>(params, launch);                   \
+    case DType::kBFloat16: return kernel<Of<BFloat16>>(params, launch);                \
+    case DType::kFloat16: return kernel<Of<Float16>>(params, launch);                  \
+    default: return #kernel ": q, k, v must be float32, float64, bfloat16 or float16"; \
   }
 
 // ForwardParams and BackwardParams begin with their Problem.

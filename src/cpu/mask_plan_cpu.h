@@ -6,13 +6,16 @@
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
 // A boolean mask as a bias: 0 where it is true, -inf where it is false.
-struct Bool { uint8_t value; };
+struct Bool {
+  uint8_t value;
+};
 inline float widen(Bool x) { return x.value ? 0.0f : kNegInf<float>; }
 
 // What a granule holds: scores removed (False, -inf), left alone (True, 0), shifted by a bias.
 struct Seen {
   bool removed = false, neutral = false, shifted = false;
-  template <typename M> void add(M x) {
+  template <typename M>
+  void add(M x) {
     const auto bias = widen(x);
     const bool gone = bias == -std::numeric_limits<decltype(bias)>::infinity(), zero = bias == 0;
     removed |= gone;
@@ -38,7 +41,8 @@ inline int64_t see_vectors(const Bool* row, int64_t cols, Seen& seen) {
   seen.neutral |= any(nonzero);
   return c;
 }
-template <typename M> inline int64_t see_vectors(const M* row, int64_t cols, Seen& seen) {
+template <typename M>
+inline int64_t see_vectors(const M* row, int64_t cols, Seen& seen) {
   using T = decltype(widen(M{}));
   IntVec<T> gone{}, zero{}, rest{};
   int64_t c = 0;

@@ -9,8 +9,10 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 constexpr uint64_t low_bits(int count) { return count >= 64 ? ~uint64_t(0) : (uint64_t(1) << count) - 1; }
 
 // The rows of a tile in strips as wide as the usual micro-tile of gemm.h; keys [first, last) of a strip take part.
-template <typename T> constexpr int kStripRows = std::max(8, 2 * kLanes<T>);
-template <typename T> struct Spans {
+template <typename T>
+constexpr int kStripRows = std::max(8, 2 * kLanes<T>);
+template <typename T>
+struct Spans {
   static constexpr int kStrips = kTile / kStripRows<T>;
   int first[kStrips], last[kStrips];
   bool uniform = true;  // every strip has the span of the first
@@ -34,9 +36,10 @@ template <typename T> struct Spans {
       uniform &= first[i] == first[0] && last[i] == last[0];
     }
   }
-  // Calls visit(first row, last row, first key, last key) for as few blocks as cover the spans within rows [r0, r1), which
-  // begin with a strip, and keys [lo, hi).
-  template <typename Visit> void for_each_block(int r0, int r1, int lo, int hi, const Visit& visit) const {
+  // Calls visit(first row, last row, first key, last key) for as few blocks as cover the spans within rows [r0, r1),
+  // which begin with a strip, and keys [lo, hi).
+  template <typename Visit>
+  void for_each_block(int r0, int r1, int lo, int hi, const Visit& visit) const {
     const int width = uniform ? r1 - r0 : kStripRows<T>;
     for (int r = r0; r < r1; r += width) {
       const int a = std::max(first[r / kStripRows<T>], lo), b = std::min(last[r / kStripRows<T>], hi);
@@ -123,7 +126,8 @@ struct KeptScores {
   }
 
   // Adds the tile's keys, `offset` further on, to the spans; false if nothing stays.
-  template <typename T> bool join_spans(const RowTile& tile, int keys, int offset, Spans<T>& spans) const {
+  template <typename T>
+  bool join_spans(const RowTile& tile, int keys, int offset, Spans<T>& spans) const {
     bool any_stays = false;
     for (int i = 0; i * kStripRows<T> < tile.rows; ++i) {
       int lo = 0, hi = keys;
@@ -139,7 +143,8 @@ struct KeptScores {
   }
 
   // S^T = -inf where a score of rows [r0, r1) goes, whatever it held.
-  template <typename T> void apply(T* st, const RowTile& tile, int r0, int r1, int keys) const {
+  template <typename T>
+  void apply(T* st, const RowTile& tile, int r0, int r1, int keys) const {
     if (all) return;
     IntVec<T> lane_bit;
     for (int i = 0; i < kLanes<T>; ++i) lane_bit[i] = 1 << i;
@@ -156,7 +161,8 @@ struct KeptScores {
 };
 
 // Calls visit with a value of the bias's type.
-template <typename Visit> inline void with_bias_type(const MaskView& mask, const Visit& visit) {
+template <typename Visit>
+inline void with_bias_type(const MaskView& mask, const Visit& visit) {
   switch (mask.dtype) {
     case DType::kFloat32: return visit(float());
     case DType::kBFloat16: return visit(BFloat16());

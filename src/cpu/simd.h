@@ -21,34 +21,51 @@ constexpr int kVectorBytes = 16;
 constexpr int kGemmRows = 6, kGemmVecs = 2;
 #endif
 
-template <typename T> struct SimdOf;
-template <> struct SimdOf<float> {
+template <typename T>
+struct SimdOf;
+template <>
+struct SimdOf<float> {
   typedef float Vec __attribute__((vector_size(kVectorBytes)));
   typedef int32_t Lane;
   typedef Lane Int __attribute__((vector_size(kVectorBytes)));
 };
-template <> struct SimdOf<double> {
+template <>
+struct SimdOf<double> {
   typedef double Vec __attribute__((vector_size(kVectorBytes)));
   typedef int64_t Lane;
   typedef Lane Int __attribute__((vector_size(kVectorBytes)));
 };
-template <typename T> using Vec = typename SimdOf<T>::Vec;
-template <typename T> using IntVec = typename SimdOf<T>::Int;
-template <typename T> constexpr int kLanes = kVectorBytes / int(sizeof(T));
+template <typename T>
+using Vec = typename SimdOf<T>::Vec;
+template <typename T>
+using IntVec = typename SimdOf<T>::Int;
+template <typename T>
+constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-template <typename T> inline Vec<T> load(const T* p) {
+template <typename T>
+inline Vec<T> load(const T* p) {
   Vec<T> v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-template <typename T> inline void store(T* p, Vec<T> v) { std::memcpy(p, &v, sizeof v); }
-template <typename T> inline Vec<T> splat(T x) { return x - Vec<T>{}; }
+template <typename T>
+inline void store(T* p, Vec<T> v) {
+  std::memcpy(p, &v, sizeof v);
+}
+template <typename T>
+inline Vec<T> splat(T x) {
+  return x - Vec<T>{};
+}
 
 // NaN in `b` is kept (the comparison is false): exp keeps NaN so; the row maximum passes over NaN in `a`.
-template <typename V> inline V max_keep(V a, V b) { return a > b ? a : b; }
+template <typename V>
+inline V max_keep(V a, V b) {
+  return a > b ? a : b;
+}
 
 // Whether any bit of a comparison is set.
-template <typename V> inline bool any(V mask) {
+template <typename V>
+inline bool any(V mask) {
   uint64_t words[sizeof(V) / 8], all = 0;
   std::memcpy(words, &mask, sizeof mask);
   for (uint64_t w : words) all |= w;
@@ -79,9 +96,9 @@ inline Vec<double> exp_nonpositive(Vec<double> x) {
   const Vec<double> n = t - kShift;
   const Vec<double> r = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
   Vec<double> p = splat(1.0 / 6227020800.0);
-  constexpr double kInverseFactorial[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
-                                          1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,     1.0 / 6,
-                                          0.5,             1.0,            1.0};
+  constexpr double kInverseFactorial[] = {
+      1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+      1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
   for (double c : kInverseFactorial) p = p * r + c;
   return p * (Vec<double>)((IntVec<double>)t << 52);
 }

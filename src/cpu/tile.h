@@ -1,4 +1,5 @@
-// What every CPU pass does with one tile: its rows, and which key tiles it visits. masking.h says which scores it loses.
+// What every CPU pass does with one tile: its rows, and which key tiles it visits. masking.h says which scores it
+// loses.
 //
 // Scores are kept transposed, S^T (keys x query rows): K and V are read in the order they lie in memory, and the
 // softmax runs along the vectors, without a reduction inside one.
@@ -14,11 +15,13 @@
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
-constexpr int kTile = int(kGranule);       // query rows and keys of a tile
-constexpr int kTileStride = kTile + 16;    // row stride of S^T and Q^T in elements: 64 would alias in the L1 cache
-template <typename T> constexpr T kNegInf = -std::numeric_limits<T>::infinity();
+constexpr int kTile = int(kGranule);     // query rows and keys of a tile
+constexpr int kTileStride = kTile + 16;  // row stride of S^T and Q^T in elements: 64 would alias in the L1 cache
+template <typename T>
+constexpr T kNegInf = -std::numeric_limits<T>::infinity();
 
-template <typename T> constexpr int64_t padded(int64_t cols) {  // row stride of a tile of `cols` columns
+template <typename T>
+constexpr int64_t padded(int64_t cols) {  // row stride of a tile of `cols` columns
   return (cols + kLanes<T> - 1) / kLanes<T> * kLanes<T> + 16;
 }
 
@@ -54,10 +57,12 @@ struct RowTile {
   }
 };
 
-template <typename In> inline const In* row_of(const ConstView& x, int64_t b, int64_t h, int64_t s) {
+template <typename In>
+inline const In* row_of(const ConstView& x, int64_t b, int64_t h, int64_t s) {
   return static_cast<const In*>(x.data) + b * x.stride[0] + h * x.stride[1] + s * x.stride[2];
 }
-template <typename In> inline In* row_of(const View& x, int64_t b, int64_t h, int64_t s) {
+template <typename In>
+inline In* row_of(const View& x, int64_t b, int64_t h, int64_t s) {
   return static_cast<In*>(x.data) + b * x.stride[0] + h * x.stride[1] + s * x.stride[2];
 }
 
@@ -92,7 +97,9 @@ inline void load_transposed(T* dst, const ConstView& x, const RowTile& tile, int
 }
 
 // The keys a tile's band admits at all, in key tiles [first, last).
-struct KeyRange { int64_t first, last; };
+struct KeyRange {
+  int64_t first, last;
+};
 inline KeyRange key_range(const Problem& p, const RowTile& tile) {
   const int64_t lo = std::max<int64_t>(0, tile.query_min + p.band.lo);
   const int64_t hi = std::min<int64_t>(p.seq_k - 1, tile.query_max + p.band.hi);

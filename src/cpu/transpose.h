@@ -5,18 +5,27 @@
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
-template <typename T> struct OctetOf { typedef T Vec __attribute__((vector_size(8 * sizeof(T)))); };
-template <typename T> using Octet = typename OctetOf<T>::Vec;
+template <typename T>
+struct OctetOf {
+  typedef T Vec __attribute__((vector_size(8 * sizeof(T))));
+};
+template <typename T>
+using Octet = typename OctetOf<T>::Vec;
 
-template <typename T> inline Octet<T> load8(const T* p) {
+template <typename T>
+inline Octet<T> load8(const T* p) {
   Octet<T> v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-template <typename T> inline void store8(T* p, const Octet<T>& v) { std::memcpy(p, &v, sizeof v); }
+template <typename T>
+inline void store8(T* p, const Octet<T>& v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 // x[i][j] becomes x[j][i]: pairs, then quads, then halves.
-template <typename V> inline void transpose8(V (&x)[8]) {
+template <typename V>
+inline void transpose8(V (&x)[8]) {
   V t[8], u[8];
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
@@ -61,7 +70,8 @@ inline Octet<float> octet(const Float16* p) {
 #endif
 }
 // `count` (1 to 8) elements `step` apart, as an octet whose rest is zero (bias: neutral).
-template <typename In> inline auto octet(const In* p, int64_t step, int count) {
+template <typename In>
+inline auto octet(const In* p, int64_t step, int count) {
   if (step == 1 && count >= 8) return octet(p);
   decltype(octet(p)) v{};
   for (int i = 0; i < count && i < 8; ++i) v[i] = widen(p[i * step]);

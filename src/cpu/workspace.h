@@ -14,7 +14,8 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 class Arena {
  public:
   explicit Arena(char* base = nullptr) : base_(base) {}
-  template <typename T> T* take(int64_t count) {
+  template <typename T>
+  T* take(int64_t count) {
     T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
     used_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
     return p;
@@ -26,7 +27,9 @@ class Arena {
   int64_t used_ = 0;
 };
 
-struct FreeDeleter { void operator()(void* p) const { std::free(p); } };
+struct FreeDeleter {
+  void operator()(void* p) const { std::free(p); }
+};
 using Block = std::unique_ptr<char, FreeDeleter>;
 inline Block allocate(int64_t bytes) {
   return Block(static_cast<char*>(std::aligned_alloc(64, size_t((bytes + 64 + 63) / 64 * 64))));

@@ -49,22 +49,22 @@ def run(options, default_out=Path("flashsdpa-bench")):
     if any(case.section == "decode" for case in cases):
         gbps = measure.read_bandwidth()
         rows.append({"group": "cpu", "section": "decode", "case": "read bandwidth", "impl": "read", "gbps": gbps})
+    result = output.record(rows, isa, options.grid)
+    stem = (options.out or default_out) / output.file_stem(result)
     for case in cases:
         if bar is not None:
             bar.set_description(f"{case.name} {case.dtype} {case.pass_name}")
         rows += measure.measure(case, options.pairs)
+        output.write_json(result, stem.with_name(stem.name + ".json"))  # a run that is cut short keeps what it has
         if bar is not None:
             bar.update()
     if bar is not None:
         bar.close()
 
-    result = output.record(rows, isa, options.grid)
     print(f"\ntorch {result['torch']}, {result['machine']}, {options.pairs} interleaved pairs, median\n")
     if result["load_average"] > 0.5 + result["threads"]:
         print(f"the machine is busy (load average {result['load_average']}): trust the ratios only, and those not far\n")
     print(output.table(rows))
-    stem = (options.out or default_out) / output.file_stem(result)
-    output.write_json(result, stem.with_name(stem.name + ".json"))
     print(f"\nrecord  {stem}.json")
     if not options.no_plot:
         try:
