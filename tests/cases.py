@@ -220,17 +220,18 @@ class Case:
         return f"{self.name}-{dtype_name(self.dtype)}"
 
 
-def inputs(case):
-    """The tensors of a case, normal random; the seed depends on the case and the session."""
+def inputs(case, device="cpu"):
+    """The tensors of a case, normal random; the seed depends on the case and the session. Masks are made on the CPU only."""
     g = generator(str(case))
     (heads_q, heads_kv), (seq_q, seq_k), (dim, dim_v) = case.heads, case.seq, case.dim
 
     def normal(*shape):
-        return torch.randn(shape, generator=g).to(case.dtype)
+        return torch.randn(shape, generator=g, device="cpu").to(device, case.dtype)
 
-    q = LAYOUTS[case.layout[0]](normal(case.batch, heads_q, seq_q, dim))
-    k = LAYOUTS[case.layout[1]](normal(case.batch, heads_kv, seq_k, dim))
-    v = LAYOUTS[case.layout[2]](normal(case.batch, heads_kv, seq_k, dim_v))
+    with torch.device(device):
+        q = LAYOUTS[case.layout[0]](normal(case.batch, heads_q, seq_q, dim))
+        k = LAYOUTS[case.layout[1]](normal(case.batch, heads_kv, seq_k, dim))
+        v = LAYOUTS[case.layout[2]](normal(case.batch, heads_kv, seq_k, dim_v))
     mask = make_mask(case.mask, str(case), (case.batch, heads_q, seq_q, seq_k), case.dtype) if case.mask else None
     grad_out = GRAD_LAYOUTS[case.grad](normal(case.batch, heads_q, seq_q, dim_v)) if case.grad else None
     grad_lse = torch.randn(case.batch, heads_q, seq_q, generator=g) if case.grad and case.lse_grad else None

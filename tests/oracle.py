@@ -294,8 +294,8 @@ def bound_for(dtype, want, yardstick, terms, inherited=0.0):
 
 def check(x, call=Call(), run=run_op):
     """Runs the case and holds every output against the float64 reference. Returns our result."""
-    poison_scratch(x.q.dtype)
     dtype = x.q.dtype
+    poison_memory(x.q) if x.q.is_cuda else poison_scratch(dtype)
     got, want = run(x, call), reference(x, call)
     yardstick, (terms, delta_terms) = math_path(x, call), largest_terms(x, call, want)
     # Relative errors of all weights: half a rounding step of a score, and for gradients of lse, from which the backward
@@ -348,6 +348,14 @@ def poison_scratch(dtype):
     with torch.enable_grad():
         q, k, v = (t.detach().requires_grad_() for t in _nan_inputs(dtype))
         ops().forward(q, k, v)[0].sum().backward()
+
+
+def poison_memory(like):
+    """Leaves NaN in freed blocks of the device, of the sizes that outputs like `like` and their log-sum-exp will ask for."""
+    blocks = [torch.full((like.numel() * n // 4 + 1,), float("nan"), device=like.device, dtype=torch.float32)
+              for n in (1, 2, 4)]
+    small = [torch.full((128,), float("nan"), device=like.device) for _ in range(8)]
+    del blocks, small
 
 
 # --- the counting test ------------------------------------------------------------------------------------------------
