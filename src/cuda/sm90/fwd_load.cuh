@@ -1,0 +1,62 @@
+// The producer's copies from global memory into swizzled tiles: by TMA, or by ordinary loads where the tensor's base
+// or strides do not suit it. Both leave the same bytes and complete the same barrier by one arrival.
+#pragma once
+
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/tma.cuh"
+#include "../../ptx/warpgroup.cuh"
+#include "fwd_args.h"
+#include "fwd_tiles.h"
+
+namespace flashsdpa {
+
+enum class FwdBarrier : int { kBlock = 0, kProducer = 1, kTurn = 2 /* + consumer */, kOut = 5 /* + consumer */ };
+
+// Where element (row, 8 * chunk) of a tile of `kRows` rows lies: boxes of 64 columns, and in each row of 128 bytes the
+// 16-byte chunks permuted by the row.
+template <int kRows>
+__device__ inline uint32_t swizzled_offset(int row, int chunk) {
+  return (chunk / 8) * (kRows * kBoxRowBytes) + row * kBoxRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+template <int kRows, int kBoxes>
+__device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor, int row, int head, int batch, int thread) {
+  constexpr int kChunks = kBoxes * 8;
+  const uint16_t* base = tensor.data + batch * tensor.stride_batch + head * tensor.stride_head;
+#pragma unroll 1
+  for (int i = thread; i < kRows * kChunks; i += ptx::kWarpgroupThreads) {
+    const int r = i / kChunks, chunk = i % kChunks;
+    const int columns = row + r < tensor.rows ? tensor.columns - 8 * chunk : 0;
+    const uint16_t* source = base + (row + r) * tensor.stride_row + 8 * chunk;
+    uint32_t pair[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const uint32_t low = 2 * p < columns ? source[2 * p] : 0, high = 2 * p + 1 < columns ? source[2 * p + 1] : 0;
+      pair[p] = low | high << 16;
+    }
+    ptx::store_shared_16(shared + swizzled_offset<kRows>(r, chunk), pair[0], pair[1], pair[2], pair[3]);
+  }
+}
+
+// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads.
+template <int kRows, int kBoxes>
+__device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
+                                 int row, int head, int batch, int thread) {
+  if (tensor.tma) {
+    if (thread == 0) {
+      ptx::mbarrier_arrive_expect(barrier, kBoxes * kRows * kBoxRowBytes);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        ptx::tma_load(shared + box * kRows * kBoxRowBytes, map,
+                      {box * kBoxColumns, row, head * tensor.map_head, batch * tensor.map_batch}, barrier);
+      }
+    }
+  } else {
+    load_tile_plain<kRows, kBoxes>(shared, tensor, row, head, batch, thread);
+    ptx::fence_proxy_shared();
+    ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
+    if (thread == 0) ptx::mbarrier_arrive(barrier);
+  }
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,43 @@
+// Which tile comes next, and which key blocks a tile needs.
+#pragma once
+
+#include "fwd_args.h"
+
+namespace flashsdpa {
+
+// A tile: kBlockM queries from `row` on of one head of one batch, against key blocks first <= n < last.
+struct FwdWork {
+  int row, head, batch;
+  int first, last;
+  __device__ bool empty() const { return first >= last; }
+};
+
+__device__ inline int clamp_to(int x, int low, int high) { return min(max(x, low), high); }
+
+// The `round`-th tile of this block. Rounds alternate in direction, so that blocks that start with longer tiles of a
+// longest-first order end with shorter ones.
+__device__ inline uint32_t fwd_tile_of_round(uint32_t round) {
+  const uint32_t within = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return round * gridDim.x + within;
+}
+
+template <int kBlockM, int kBlockN>
+__device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
+  const FwdOrder& order = args.order;
+  const uint32_t section = tile / (order.blocks_m * order.section), first_head = section * order.section;
+  const uint32_t within = tile - first_head * order.blocks_m, heads = min(order.section, order.heads - first_head);
+  const uint32_t block = within / heads, head = first_head + within % heads;
+
+  FwdWork work;
+  work.row = int(order.longest_first ? order.blocks_m - 1 - block : block) * kBlockM;
+  work.batch = int(head / args.heads_q);
+  work.head = int(head % args.heads_q);
+  const int last_row = min(work.row + kBlockM, args.seq_q) - 1;
+  const int begin = clamp_to(work.row + args.band_lo, 0, args.seq_k);
+  const int end = clamp_to(last_row + args.band_hi + 1, 0, args.seq_k);
+  work.first = begin / kBlockN;
+  work.last = begin < end ? (end + kBlockN - 1) / kBlockN : work.first;
+  return work;
+}
+
+}  // namespace flashsdpa
