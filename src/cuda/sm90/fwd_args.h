@@ -28,6 +28,7 @@ struct FwdArgs {
   FwdTensor q, k, v, out;
   float* lse;  // (batch, heads_q, seq_q), natural logarithm
   FwdOrder order;
+  uint32_t* counter;  // tiles taken beyond the first of each block, 0 at the start; null: tiles are dealt out in turn
   int32_t heads_q, group;  // query heads, and how many of them share a head of k and v
   int32_t seq_q, seq_k;
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits

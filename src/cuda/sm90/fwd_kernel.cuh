@@ -45,6 +45,9 @@ struct FwdShared {
   __device__ uint32_t empty_k(int stage) const { return barrier(2 * Tile::kConsumers + Tile::kStages + stage); }
   __device__ uint32_t full_v(int stage) const { return barrier(2 * Tile::kConsumers + 2 * Tile::kStages + stage); }
   __device__ uint32_t empty_v(int stage) const { return barrier(2 * Tile::kConsumers + 3 * Tile::kStages + stage); }
+  __device__ uint32_t full_tile(int slot) const { return barrier(2 * Tile::kConsumers + 4 * Tile::kStages + slot); }
+  __device__ uint32_t empty_tile(int slot) const { return full_tile(kTileSlots + slot); }
+  __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + 4 * slot; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
 
@@ -63,14 +66,30 @@ __device__ inline void fwd_init_barriers(const FwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.empty_k(s), Tile::kConsumers * kWarpsPerGroup);
     ptx::mbarrier_init(shared.empty_v(s), Tile::kConsumers * kWarpsPerGroup);
   }
+  for (int slot = 0; slot < kTileSlots; ++slot) {
+    ptx::mbarrier_init(shared.full_tile(slot), 1);
+    ptx::mbarrier_init(shared.empty_tile(slot), Tile::kConsumers * kWarpsPerGroup);
+  }
   ptx::mbarrier_init_fence();
 }
 
+// Run by thread 0 alone if all tensors go by TMA, else by the whole warpgroup.
 template <typename Tile>
-__device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& shared, int thread) {
+__device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& shared, int thread, bool alone) {
   Ring<Tile::kStages> k_ring, v_ring;
-  uint32_t q_phase = 0;
-  for (uint32_t round = 0, tile; (tile = fwd_tile_of_round(round)) < args.order.tiles; ++round) {
+  Ring<kTileSlots> tile_ring;
+  uint32_t q_phase = 0, next = blockIdx.x;
+  while (true) {
+    if (thread == 0) {
+      ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage), tile_ring.phase ^ 1);
+      ptx::store_shared_4(shared.tile(tile_ring.stage), next);
+      ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage));
+    }
+    if (!alone) ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
+    const uint32_t tile = alone ? next : ptx::load_shared_4(shared.tile(tile_ring.stage));
+    tile_ring.advance();
+    if (tile >= args.order.tiles) break;
+    if (thread == 0) next = fwd_next_tile(args, tile);  // not needed before the loads below are issued
     const FwdWork work = fwd_work<Tile::kBlockM, Tile::kBlockN>(args, tile);
     if (work.empty()) continue;
     const int head_kv = work.head / args.group;
@@ -128,6 +147,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   const int out_barrier = int(FwdBarrier::kOut) + consumer;
   const Turn<Tile::kConsumers> turn{consumer};
   Ring<Tile::kStages> k_ring, v_ring;
+  Ring<kTileSlots> tile_ring;
   uint32_t q_phase = 0;
   float s[kBlockN / 2], o[Tile::kDimV / 2];
   uint32_t p[kBlockN / 16][4];
@@ -157,28 +177,34 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   };
 
   turn.begin();
-  for (uint32_t round = 0, tile; (tile = fwd_tile_of_round(round)) < args.order.tiles; ++round) {
+  while (true) {
+    ptx::mbarrier_wait(shared.full_tile(tile_ring.stage), tile_ring.phase);
+    const uint32_t tile = ptx::load_shared_4(shared.tile(tile_ring.stage));
+    __syncwarp();
+    free_stage(shared.empty_tile(tile_ring.stage));
+    tile_ring.advance();
+    if (tile >= args.order.tiles) break;
     const FwdWork work = fwd_work<Tile::kBlockM, kBlockN>(args, tile);
     const int row = work.row + consumer * kConsumerRows;
-    // Key blocks from `masked_from` on, and before `masked_until`, hold keys that some row here does not see.
-    const int masked_from = clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN;
-    const int masked_until = (clamp_to(row + kConsumerRows - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
+    // Key blocks from `plain_until` on, and before `plain_from`, hold keys that some row here does not see.
+    const int plain_until = args.sign == 1.f ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
+    const int plain_from = (clamp_to(row + kConsumerRows - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
     OnlineSoftmax softmax;
 
+    // All that is not done to every block; a scale that is not positive makes every block one of these.
     const auto mask = [&](int n) {
+      if (n < plain_until && n >= plain_from) return;
       if (args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
       const int first_column = n * kBlockN + 2 * (lane % 4), first_row = row + lane_row;
-      if (n >= masked_from) {
-        const int limit[2] = {min(first_row + args.band_hi, args.seq_k - 1) - first_column,
-                              min(first_row + 8 + args.band_hi, args.seq_k - 1) - first_column};
-        mask_after(s, limit);
-      }
-      if (n < masked_until) {
-        const int limit[2] = {first_row + args.band_lo - first_column, first_row + 8 + args.band_lo - first_column};
-        mask_before(s, limit);
+      const int last[2] = {min(first_row + args.band_hi, args.seq_k - 1) - first_column,
+                           min(first_row + 8 + args.band_hi, args.seq_k - 1) - first_column};
+      mask_after(s, last);
+      if (n < plain_from) {
+        const int first[2] = {first_row + args.band_lo - first_column, first_row + 8 + args.band_lo - first_column};
+        mask_before(s, first);
       }
     };
     const auto round_scores = [&] {
@@ -199,7 +225,8 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       free_stage(shared.empty_k(k_ring.stage));
       k_ring.advance();
       mask(work.last - 1);
-      softmax.update(s, scale_log2, correction);
+      softmax.raise(s, scale_log2, correction);
+      softmax.exponentiate(s, scale_log2);
       round_scores();
 
 #pragma unroll 1
@@ -217,13 +244,19 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         free_stage(shared.empty_k(k_ring.stage));
         k_ring.advance();
         mask(n);
-        softmax.update(s, scale_log2, correction);
+        const bool raised = softmax.raise(s, scale_log2, correction);
+        softmax.exponentiate(s, scale_log2);
+        ptx::wgmma_settle(s);
+        if (raised) {
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_settle(o);
+#pragma unroll
+          for (int i = 0; i < Tile::kDimV / 2; ++i) o[i] *= correction[score_row(i)];
+        }
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(o);
         free_stage(shared.empty_v(v_ring.stage));
         v_ring.advance();
-#pragma unroll
-        for (int i = 0; i < Tile::kDimV / 2; ++i) o[i] *= correction[score_row(i)];
         round_scores();
       }
       if constexpr (Tile::kOwnOut) free_stage(shared.empty_q(consumer));
@@ -283,7 +316,8 @@ __global__ void __launch_bounds__((FwdTile<kDim, kDimV>::kThreads), 1)
 
   if (warpgroup == 0) {
     ptx::registers_give<Tile::kProducerRegisters>();
-    if (thread == 0 || !(args.q.tma && args.k.tma && args.v.tma)) fwd_produce(args, shared, thread);
+    const bool alone = args.q.tma && args.k.tma && args.v.tma;
+    if (thread == 0 || !alone) fwd_produce(args, shared, thread, alone);
   } else {
     ptx::registers_take<Tile::kConsumerRegisters>();
     fwd_consume<Tile, kType == DType::kBFloat16>(args, shared, warpgroup - 1, thread);

@@ -72,8 +72,9 @@ FwdOrder make_order(const Problem& p, int block_m) {
   return order;
 }
 
-// One block for each tile: the hardware's own order is dynamic.
-uint32_t pick_blocks(const FwdOrder& order, int /*processors*/) { return order.tiles; }
+enum class Deal { kOnce, kStatic, kDynamic };  // one tile a block; tiles dealt out in turn; as blocks get free
+
+Deal pick_deal(const ForwardParams& f) { return f.counter ? Deal::kDynamic : f.problem.band.open() ? Deal::kStatic : Deal::kOnce; }
 
 const char* refuse(const Problem& p) {
   if (p.mask.data) return "flashsdpa_fwd_sm90 takes no attn_mask; use the stock backend";
@@ -120,9 +121,15 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   error = error_text(cudaGetDevice(&device));
   if (!error) error = error_text(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   if (error) return error;
-  const uint32_t blocks = pick_blocks(args.order, processors);
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  const Deal deal = args.order.tiles <= static_cast<uint32_t>(processors) ? Deal::kOnce : pick_deal(f);
+  if (deal == Deal::kDynamic) {
+    args.counter = reinterpret_cast<uint32_t*>(f.counter);
+    if ((error = error_text(cudaMemsetAsync(args.counter, 0, sizeof *args.counter, stream)))) return error;
+  }
+  const uint32_t blocks = deal == Deal::kOnce ? args.order.tiles : static_cast<uint32_t>(processors);
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
-  return run(args, blocks, static_cast<cudaStream_t>(launch.stream));
+  return run(args, blocks, stream);
 }
 
 }  // namespace flashsdpa

@@ -14,11 +14,9 @@ struct FwdWork {
 
 __device__ inline int clamp_to(int x, int low, int high) { return min(max(x, low), high); }
 
-// The `round`-th tile of this block. Rounds alternate in direction, so that blocks that start with longer tiles of a
-// longest-first order end with shorter ones.
-__device__ inline uint32_t fwd_tile_of_round(uint32_t round) {
-  const uint32_t within = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  return round * gridDim.x + within;
+// The tile after `tile` for this block: the next that no block has taken, or, without a counter, in equal steps.
+__device__ inline uint32_t fwd_next_tile(const FwdArgs& args, uint32_t tile) {
+  return gridDim.x + (args.counter ? atomicAdd(args.counter, 1u) : tile);
 }
 
 template <int kBlockM, int kBlockN>

@@ -46,31 +46,51 @@ __device__ inline void mask_before(float (&s)[kCount], const int (&limit)[2]) {
 struct OnlineSoftmax {
   float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scores before scaling
   float sum[2] = {0.f, 0.f};                        // this lane's share
+  float shift[2] = {0.f, 0.f};                      // max, scaled
 
-  // Turns scores into exp2((s - max) * scale_log2); `correction` is what earlier sums and products shrink by. A row
-  // without a key so far has maximum -inf: it is taken as 0, so that exp2 sees -inf and never -inf - -inf.
+  // Takes a block of scores into account. The maximum only has to keep exp2 within range, so that it is raised when some
+  // row of the warp has outgrown it by a factor of 2^kSlack, which is rare after the first blocks; then the result is true and
+  // all that was summed before shrinks by `correction`. A row without a key so far has maximum -inf, taken as 0: exp2
+  // sees -inf and never -inf - -inf. Both rows advance together, in two chains each: one warp alone has to hide the
+  // latency of its own instructions.
   template <int kCount>
-  __device__ void update(float (&s)[kCount], float scale_log2, float (&correction)[2]) {
+  __device__ bool raise(const float (&s)[kCount], float scale_log2, float (&correction)[2]) {
+    constexpr float kSlack = 8.f;
+    float top[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top[i] = s[i];
+#pragma unroll
+    for (int i = 4; i < kCount; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) top[row] = fmaxf(max[row], fmaxf(top[2 * row], top[2 * row + 1]));
+#pragma unroll
+    for (int row = 0; row < 2; ++row) top[row] = fmaxf(top[row], __shfl_xor_sync(0xffffffffu, top[row], 1));
+#pragma unroll
+    for (int row = 0; row < 2; ++row) top[row] = fmaxf(top[row], __shfl_xor_sync(0xffffffffu, top[row], 2));
+    const bool outgrown = fmaxf(top[0] - max[0], top[1] - max[1]) * scale_log2 > kSlack;
+    const bool raised = __any_sync(0xffffffffu, outgrown);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float top = max[row];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        if (score_row(i) == row) top = fmaxf(top, s[i]);
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float shift = top == kMinusInfinity ? 0.f : top * scale_log2;
-      correction[row] = exp2_fast(fmaf(max[row], scale_log2, -shift));
-      max[row] = top;
-      float total = 0.f;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        if (score_row(i) == row) {
-          s[i] = exp2_fast(fmaf(s[i], scale_log2, -shift));
-          total += s[i];
-        }
-      sum[row] = fmaf(sum[row], correction[row], total);
+      const float before = max[row];
+      max[row] = raised ? top[row] : before;
+      shift[row] = max[row] == kMinusInfinity ? 0.f : max[row] * scale_log2;
+      correction[row] = exp2_fast(fmaf(before, scale_log2, -shift[row]));
+      sum[row] *= correction[row];
     }
+    return raised;
+  }
+
+  // Turns scores into exp2(s * scale_log2 - shift) and adds them up.
+  template <int kCount>
+  __device__ void exponentiate(float (&s)[kCount], float scale_log2) {
+    float total[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s[i] = exp2_fast(fmaf(s[i], scale_log2, -shift[score_row(i)]));
+      total[i % 4] += s[i];
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sum[row] += total[2 * row] + total[2 * row + 1];
   }
 
   // Each row's sum over its four lanes.

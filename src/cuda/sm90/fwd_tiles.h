@@ -11,6 +11,7 @@ constexpr int kElementBytes = 2;
 constexpr int kBoxColumns = 64;  // a row of a box is 128 bytes, the width of the swizzle
 constexpr int kBoxRowBytes = kBoxColumns * kElementBytes;
 constexpr int kConsumerRows = 64;  // queries of one consumer warpgroup: the M of wgmma
+constexpr int kTileSlots = 2;      // tile numbers on their way from the producer to the consumers
 constexpr int kMaxSharedBytes = 227 * 1024;
 
 struct FwdChoice {
@@ -60,8 +61,9 @@ struct FwdTile {
   static constexpr int kOutOffset = kOwnOut ? kOwnOutOffset : kQOffset;
   static constexpr int kOutStride = kOwnOut ? kOutBytes : kQBytes;
   static constexpr int kBarrierOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
-  static constexpr int kBarriers = 2 * kConsumers + 4 * kStages;
-  static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8 + 1024;  // 1024: to align the base
+  static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
+  static constexpr int kTileOffset = kBarrierOffset + kBarriers * 8;
+  static constexpr int kSharedBytes = kTileOffset + kTileSlots * 4 + 1024;  // 1024: to align the base
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
