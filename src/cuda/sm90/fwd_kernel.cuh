@@ -89,9 +89,15 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     const uint32_t tile = alone ? next : ptx::load_shared_4(shared.tile(tile_ring.stage));
     tile_ring.advance();
     if (tile >= args.order.tiles) break;
-    if (thread == 0) next = fwd_next_tile(args, tile);  // not needed before the loads below are issued
     const FwdWork work = fwd_work<Tile::kBlockM, Tile::kBlockN>(args, tile);
-    if (work.empty()) continue;
+    // Claimed as late as hides the latency of the claim: early claims deal out tiles before it is known who gets free.
+    const auto claim = [&] {
+      if (thread == 0) next = fwd_next_tile(args, tile);
+    };
+    if (work.empty()) {
+      claim();
+      continue;
+    }
     const int head_kv = work.head / args.group;
 
     const auto load_k = [&](int n) {
@@ -121,6 +127,7 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
       load_k(n);
       load_v(n + 1);
     }
+    claim();
     load_v(work.first);
   }
 }
@@ -179,8 +186,8 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   turn.begin();
   while (true) {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage), tile_ring.phase);
-    const uint32_t tile = ptx::load_shared_4(shared.tile(tile_ring.stage));
-    __syncwarp();
+    // From one lane, so that the compiler knows the tile, and all loops over its blocks, to be the same for the warp.
+    const uint32_t tile = __shfl_sync(0xffffffffu, ptx::load_shared_4(shared.tile(tile_ring.stage)), 0);
     free_stage(shared.empty_tile(tile_ring.stage));
     tile_ring.advance();
     if (tile >= args.order.tiles) break;
@@ -225,8 +232,11 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       free_stage(shared.empty_k(k_ring.stage));
       k_ring.advance();
       mask(work.last - 1);
-      softmax.raise(s, scale_log2, correction);
-      softmax.exponentiate(s, scale_log2);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        softmax.raise(r, s, scale_log2, correction);
+        softmax.exponentiate(r, s, scale_log2);
+      }
       round_scores();
 
 #pragma unroll 1
@@ -244,8 +254,12 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         free_stage(shared.empty_k(k_ring.stage));
         k_ring.advance();
         mask(n);
-        const bool raised = softmax.raise(s, scale_log2, correction);
-        softmax.exponentiate(s, scale_log2);
+        // The special-function unit is the slowest here, so that its work on one row runs under the search for the maximum
+        // of the other, and later under the rounding. The branch, rarely taken, splits the instructions in two halves: the
+        // compiler would move the wait for P V up before the first, but P V is done by the second.
+        bool raised = softmax.raise(0, s, scale_log2, correction);
+        softmax.exponentiate(0, s, scale_log2);
+        raised |= softmax.raise(1, s, scale_log2, correction);
         ptx::wgmma_settle(s);
         if (raised) {
           ptx::wgmma_wait<0>();
@@ -257,6 +271,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         ptx::wgmma_settle(o);
         free_stage(shared.empty_v(v_ring.stage));
         v_ring.advance();
+        softmax.exponentiate(1, s, scale_log2);
         round_scores();
       }
       if constexpr (Tile::kOwnOut) free_stage(shared.empty_q(consumer));

@@ -48,49 +48,40 @@ struct OnlineSoftmax {
   float sum[2] = {0.f, 0.f};                        // this lane's share
   float shift[2] = {0.f, 0.f};                      // max, scaled
 
-  // Takes a block of scores into account. The maximum only has to keep exp2 within range, so that it is raised when some
-  // row of the warp has outgrown it by a factor of 2^kSlack, which is rare after the first blocks; then the result is true and
-  // all that was summed before shrinks by `correction`. A row without a key so far has maximum -inf, taken as 0: exp2
-  // sees -inf and never -inf - -inf. Both rows advance together, in two chains each: one warp alone has to hide the
-  // latency of its own instructions.
+  // Takes one row of a block of scores into account. The maximum only has to keep exp2 within range, so that it is raised
+  // when some row of the warp has outgrown it by a factor of 2^kSlack, which is rare after the first blocks; then the
+  // result is true (for the whole warp) and all that was summed before shrinks by `correction`. A row without a key so
+  // far has maximum -inf, taken as 0: exp2 sees -inf and never -inf - -inf.
   template <int kCount>
-  __device__ bool raise(const float (&s)[kCount], float scale_log2, float (&correction)[2]) {
+  __device__ bool raise(int row, const float (&s)[kCount], float scale_log2, float (&correction)[2]) {
     constexpr float kSlack = 8.f;
-    float top[4];
+    float top[2] = {s[2 * row], s[2 * row + 1]};  // two chains: one warp alone has to hide its instructions' latency
 #pragma unroll
-    for (int i = 0; i < 4; ++i) top[i] = s[i];
-#pragma unroll
-    for (int i = 4; i < kCount; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) top[row] = fmaxf(max[row], fmaxf(top[2 * row], top[2 * row + 1]));
-#pragma unroll
-    for (int row = 0; row < 2; ++row) top[row] = fmaxf(top[row], __shfl_xor_sync(0xffffffffu, top[row], 1));
-#pragma unroll
-    for (int row = 0; row < 2; ++row) top[row] = fmaxf(top[row], __shfl_xor_sync(0xffffffffu, top[row], 2));
-    const bool outgrown = fmaxf(top[0] - max[0], top[1] - max[1]) * scale_log2 > kSlack;
-    const bool raised = __any_sync(0xffffffffu, outgrown);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float before = max[row];
-      max[row] = raised ? top[row] : before;
-      shift[row] = max[row] == kMinusInfinity ? 0.f : max[row] * scale_log2;
-      correction[row] = exp2_fast(fmaf(before, scale_log2, -shift[row]));
-      sum[row] *= correction[row];
-    }
+    for (int i = 4; i < kCount; ++i)
+      if (score_row(i) == row) top[i % 2] = fmaxf(top[i % 2], s[i]);
+    const float before = max[row];
+    float after = fmaxf(before, fmaxf(top[0], top[1]));
+    after = fmaxf(after, __shfl_xor_sync(0xffffffffu, after, 1));
+    after = fmaxf(after, __shfl_xor_sync(0xffffffffu, after, 2));
+    const bool raised = __any_sync(0xffffffffu, (after - before) * scale_log2 > kSlack);
+    max[row] = raised ? after : before;
+    shift[row] = max[row] == kMinusInfinity ? 0.f : max[row] * scale_log2;
+    correction[row] = exp2_fast(fmaf(before, scale_log2, -shift[row]));
+    sum[row] *= correction[row];
     return raised;
   }
 
-  // Turns scores into exp2(s * scale_log2 - shift) and adds them up.
+  // Turns the scores of one row into exp2(s * scale_log2 - shift) and adds them up.
   template <int kCount>
-  __device__ void exponentiate(float (&s)[kCount], float scale_log2) {
-    float total[4] = {0.f, 0.f, 0.f, 0.f};
+  __device__ void exponentiate(int row, float (&s)[kCount], float scale_log2) {
+    float total[2] = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_fast(fmaf(s[i], scale_log2, -shift[score_row(i)]));
-      total[i % 4] += s[i];
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) sum[row] += total[2 * row] + total[2 * row + 1];
+    for (int i = 0; i < kCount; ++i)
+      if (score_row(i) == row) {
+        s[i] = exp2_fast(fmaf(s[i], scale_log2, -shift[row]));
+        total[i % 2] += s[i];
+      }
+    sum[row] += total[0] + total[1];
   }
 
   // Each row's sum over its four lanes.
