@@ -16,8 +16,10 @@ struct FwdTensor {
   bool tma;
 };
 
-// The order in which tiles of (query block, head) are visited: heads in sections whose K and V fit the L2 cache; in a
-// section all heads of one query block, then the next block, from the last to the first where later ones are longer.
+// The order in which tiles (query block, head) are visited. Heads go in sections whose K and V fit the L2 cache; in a
+// section, all heads of the last query block, then of the block before it, and so on. Where later blocks see more keys
+// (`longest_first`) this is done in passes: first the later half of the blocks in all sections, then the later half of
+// the rest, ..., so that the tiles left for the end, when blocks run out of work at different times, are short.
 struct FwdOrder {
   uint32_t tiles, blocks_m, heads, section;
   bool longest_first;

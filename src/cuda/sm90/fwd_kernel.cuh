@@ -73,9 +73,9 @@ __device__ inline void fwd_init_barriers(const FwdShared<Tile>& shared) {
   ptx::mbarrier_init_fence();
 }
 
-// Run by thread 0 alone if all tensors go by TMA, else by the whole warpgroup.
-template <typename Tile>
-__device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& shared, int thread, bool alone) {
+// kAlone: all tensors go by TMA, and thread 0 does it alone; else the whole warpgroup is here.
+template <typename Tile, bool kAlone>
+__device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& shared, int thread) {
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
   uint32_t q_phase = 0, next = blockIdx.x;
@@ -85,8 +85,8 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
       ptx::store_shared_4(shared.tile(tile_ring.stage), next);
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage));
     }
-    if (!alone) ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
-    const uint32_t tile = alone ? next : ptx::load_shared_4(shared.tile(tile_ring.stage));
+    if constexpr (!kAlone) ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
+    const uint32_t tile = kAlone ? next : ptx::load_shared_4(shared.tile(tile_ring.stage));
     tile_ring.advance();
     if (tile >= args.order.tiles) break;
     const FwdWork work = fwd_work<Tile::kBlockM, Tile::kBlockN>(args, tile);
@@ -102,13 +102,13 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
 
     const auto load_k = [&](int n) {
       ptx::mbarrier_wait(shared.empty_k(k_ring.stage), k_ring.phase ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxes>(shared.k(k_ring.stage), shared.full_k(k_ring.stage), args.k, &args.map_k,
+      load_tile<Tile::kBlockN, Tile::kBoxes, kAlone>(shared.k(k_ring.stage), shared.full_k(k_ring.stage), args.k, &args.map_k,
                                              n * Tile::kBlockN, head_kv, work.batch, thread);
       k_ring.advance();
     };
     const auto load_v = [&](int n) {
       ptx::mbarrier_wait(shared.empty_v(v_ring.stage), v_ring.phase ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxesV>(shared.v(v_ring.stage), shared.full_v(v_ring.stage), args.v, &args.map_v,
+      load_tile<Tile::kBlockN, Tile::kBoxesV, kAlone>(shared.v(v_ring.stage), shared.full_v(v_ring.stage), args.v, &args.map_v,
                                               n * Tile::kBlockN, head_kv, work.batch, thread);
       v_ring.advance();
     };
@@ -118,7 +118,7 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
       ptx::mbarrier_wait(shared.empty_q(c), q_phase ^ 1);
-      load_tile<kConsumerRows, Tile::kBoxes>(shared.q(c), shared.full_q(c), args.q, &args.map_q,
+      load_tile<kConsumerRows, Tile::kBoxes, kAlone>(shared.q(c), shared.full_q(c), args.q, &args.map_q,
                                              work.row + c * kConsumerRows, work.head, work.batch, thread);
     }
     q_phase ^= 1;
@@ -331,8 +331,11 @@ __global__ void __launch_bounds__((FwdTile<kDim, kDimV>::kThreads), 1)
 
   if (warpgroup == 0) {
     ptx::registers_give<Tile::kProducerRegisters>();
-    const bool alone = args.q.tma && args.k.tma && args.v.tma;
-    if (thread == 0 || !alone) fwd_produce(args, shared, thread, alone);
+    if (!(args.q.tma && args.k.tma && args.v.tma)) {
+      fwd_produce<Tile, false>(args, shared, thread);
+    } else if (thread == 0) {
+      fwd_produce<Tile, true>(args, shared, thread);
+    }
   } else {
     ptx::registers_take<Tile::kConsumerRegisters>();
     fwd_consume<Tile, kType == DType::kBFloat16>(args, shared, warpgroup - 1, thread);

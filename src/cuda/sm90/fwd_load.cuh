@@ -39,11 +39,11 @@ __device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor,
 }
 
 // Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads.
-template <int kRows, int kBoxes>
+template <int kRows, int kBoxes, bool kAlone>
 __device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
                                  int row, int head, int batch, int thread) {
-  if (tensor.tma) {
-    if (thread == 0) {
+  if (kAlone || tensor.tma) {
+    if (kAlone || thread == 0) {
       ptx::mbarrier_arrive_expect(barrier, kBoxes * kRows * kBoxRowBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {

@@ -22,12 +22,23 @@ __device__ inline uint32_t fwd_next_tile(const FwdArgs& args, uint32_t tile) {
 template <int kBlockM, int kBlockN>
 __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
   const FwdOrder& order = args.order;
-  const uint32_t section = tile / (order.blocks_m * order.section), first_head = section * order.section;
-  const uint32_t within = tile - first_head * order.blocks_m, heads = min(order.section, order.heads - first_head);
-  const uint32_t block = within / heads, head = first_head + within % heads;
+  uint32_t top = order.blocks_m, low = 0, section = order.section;  // this pass: blocks low <= m < top
+  if (order.longest_first) {
+    constexpr uint32_t kLastPass = 4;
+    while (true) {
+      low = top > kLastPass ? top / 2 : 0;
+      if (tile < (top - low) * order.heads) break;
+      tile -= (top - low) * order.heads;
+      top = low;
+      section = min(2 * section, order.heads);  // shorter tiles read half the keys
+    }
+  }
+  const uint32_t in_section = tile / ((top - low) * section), first_head = in_section * section;
+  const uint32_t within = tile - first_head * (top - low), heads = min(section, order.heads - first_head);
+  const uint32_t block = top - 1 - within / heads, head = first_head + within % heads;
 
   FwdWork work;
-  work.row = int(order.longest_first ? order.blocks_m - 1 - block : block) * kBlockM;
+  work.row = int(block) * kBlockM;
   work.batch = int(head / args.heads_q);
   work.head = int(head % args.heads_q);
   const int last_row = min(work.row + kBlockM, args.seq_q) - 1;
