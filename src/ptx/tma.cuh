@@ -13,10 +13,25 @@ struct BoxOrigin {
   int32_t column, row, head, batch;
 };
 
-__device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint32_t barrier) {
+// Whether other blocks will read the same bytes soon: what the L2 cache should keep, and what it should give up first.
+enum class Reuse { kNone, kSoon };
+
+template <Reuse kReuse>
+__device__ inline uint64_t cache_policy() {
+  uint64_t policy;
+  if constexpr (kReuse == Reuse::kSoon) {
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+
+__device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint32_t barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(shared), "l"(map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch), "l"(policy)
       : "memory");
 }
 

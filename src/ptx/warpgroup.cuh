@@ -41,6 +41,9 @@ __device__ inline void store_shared_16(uint32_t shared, uint32_t x, uint32_t y, 
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+__device__ inline void store_shared_8(uint32_t shared, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(x), "r"(y) : "memory");
+}
 __device__ inline void store_shared_4(uint32_t shared, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }

@@ -18,17 +18,14 @@
 
 namespace flashsdpa {
 
-// Position in a ring of stages; `phase` is the parity of the barrier phase in use.
+// Position in a ring of stages: how many have been used. One register, where stage and phase would take two.
 template <int kStages>
 struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  static_assert((kStages & (kStages - 1)) == 0, "the count wraps around");
+  uint32_t count = 0;
+  __device__ int stage() const { return count % kStages; }
+  __device__ uint32_t phase() const { return count / kStages % 2; }  // parity of the barrier phase in use
+  __device__ void advance() { ++count; }
 };
 
 // Addresses of everything in shared memory.
@@ -47,7 +44,7 @@ struct FwdShared {
   __device__ uint32_t empty_v(int stage) const { return barrier(2 * Tile::kConsumers + 3 * Tile::kStages + stage); }
   __device__ uint32_t full_tile(int slot) const { return barrier(2 * Tile::kConsumers + 4 * Tile::kStages + slot); }
   __device__ uint32_t empty_tile(int slot) const { return full_tile(kTileSlots + slot); }
-  __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + 4 * slot; }
+  __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
 
@@ -80,19 +77,22 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
   Ring<kTileSlots> tile_ring;
   uint32_t q_phase = 0, next = blockIdx.x;
   while (true) {
-    if (thread == 0) {
-      ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage), tile_ring.phase ^ 1);
-      ptx::store_shared_4(shared.tile(tile_ring.stage), next);
-      ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage));
+    FwdWork work;
+    if (kAlone || thread == 0) {
+      ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
+      work = fwd_work<Tile::kBlockM, Tile::kBlockN>(args, next);
+      fwd_put_work(shared.tile(tile_ring.stage()), work);
+      ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
-    if constexpr (!kAlone) ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
-    const uint32_t tile = kAlone ? next : ptx::load_shared_4(shared.tile(tile_ring.stage));
+    if constexpr (!kAlone) {
+      ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
+      work = fwd_get_work(shared.tile(tile_ring.stage()));
+    }
     tile_ring.advance();
-    if (tile >= args.order.tiles) break;
-    const FwdWork work = fwd_work<Tile::kBlockM, Tile::kBlockN>(args, tile);
+    if (work.end()) break;
     // Claimed as late as hides the latency of the claim: early claims deal out tiles before it is known who gets free.
     const auto claim = [&] {
-      if (thread == 0) next = fwd_next_tile(args, tile);
+      if (thread == 0) next = fwd_next_tile(args, next);
     };
     if (work.empty()) {
       claim();
@@ -101,14 +101,14 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     const int head_kv = work.head / args.group;
 
     const auto load_k = [&](int n) {
-      ptx::mbarrier_wait(shared.empty_k(k_ring.stage), k_ring.phase ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxes, kAlone>(shared.k(k_ring.stage), shared.full_k(k_ring.stage), args.k, &args.map_k,
+      ptx::mbarrier_wait(shared.empty_k(k_ring.stage()), k_ring.phase() ^ 1);
+      load_tile<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kSoon, kAlone>(shared.k(k_ring.stage()), shared.full_k(k_ring.stage()), args.k, &args.map_k,
                                              n * Tile::kBlockN, head_kv, work.batch, thread);
       k_ring.advance();
     };
     const auto load_v = [&](int n) {
-      ptx::mbarrier_wait(shared.empty_v(v_ring.stage), v_ring.phase ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxesV, kAlone>(shared.v(v_ring.stage), shared.full_v(v_ring.stage), args.v, &args.map_v,
+      ptx::mbarrier_wait(shared.empty_v(v_ring.stage()), v_ring.phase() ^ 1);
+      load_tile<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kSoon, kAlone>(shared.v(v_ring.stage()), shared.full_v(v_ring.stage()), args.v, &args.map_v,
                                               n * Tile::kBlockN, head_kv, work.batch, thread);
       v_ring.advance();
     };
@@ -118,7 +118,7 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
       ptx::mbarrier_wait(shared.empty_q(c), q_phase ^ 1);
-      load_tile<kConsumerRows, Tile::kBoxes, kAlone>(shared.q(c), shared.full_q(c), args.q, &args.map_q,
+      load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(shared.q(c), shared.full_q(c), args.q, &args.map_q,
                                              work.row + c * kConsumerRows, work.head, work.batch, thread);
     }
     q_phase ^= 1;
@@ -164,7 +164,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   };
   // S = Q K^T of the stage in turn.
   const auto issue_scores = [&] {
-    const uint64_t a = ptx::wgmma_operand(shared.q(consumer)), b = ptx::wgmma_operand(shared.k(k_ring.stage));
+    const uint64_t a = ptx::wgmma_operand(shared.q(consumer)), b = ptx::wgmma_operand(shared.k(k_ring.stage()));
 #pragma unroll
     for (int step = 0; step < Tile::kDim / 16; ++step) {
       const int box = step / 4, within = step % 4 * 32;  // 16 columns are 32 bytes, a box has four times 16
@@ -175,7 +175,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   };
   // O += P V of the stage in turn.
   const auto issue_output = [&] {
-    const uint64_t b = ptx::wgmma_operand(shared.v(v_ring.stage), Tile::kKeyBoxBytes);
+    const uint64_t b = ptx::wgmma_operand(shared.v(v_ring.stage()), Tile::kKeyBoxBytes);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
       ptx::Wgmma<Tile::kDimV>::template rs<kBFloat16, 1>(o, p[step], ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), 1);
@@ -185,13 +185,12 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 
   turn.begin();
   while (true) {
-    ptx::mbarrier_wait(shared.full_tile(tile_ring.stage), tile_ring.phase);
-    // From one lane, so that the compiler knows the tile, and all loops over its blocks, to be the same for the warp.
-    const uint32_t tile = __shfl_sync(0xffffffffu, ptx::load_shared_4(shared.tile(tile_ring.stage)), 0);
-    free_stage(shared.empty_tile(tile_ring.stage));
+    ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
+    const FwdWork work = fwd_get_work(shared.tile(tile_ring.stage()));
+    __syncwarp();
+    free_stage(shared.empty_tile(tile_ring.stage()));
     tile_ring.advance();
-    if (tile >= args.order.tiles) break;
-    const FwdWork work = fwd_work<Tile::kBlockM, kBlockN>(args, tile);
+    if (work.end()) break;
     const int row = work.row + consumer * kConsumerRows;
     // Key blocks from `plain_until` on, and before `plain_from`, hold keys that some row here does not see.
     const int plain_until = args.sign == 1.f ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
@@ -224,12 +223,12 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     if (!work.empty()) {
       float correction[2];
       ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
-      ptx::mbarrier_wait(shared.full_k(k_ring.stage), k_ring.phase);
+      ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
       ptx::wgmma_fence();
       issue_scores();
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(s);
-      free_stage(shared.empty_k(k_ring.stage));
+      free_stage(shared.empty_k(k_ring.stage()));
       k_ring.advance();
       mask(work.last - 1);
 #pragma unroll
@@ -241,17 +240,17 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 
 #pragma unroll 1
       for (int n = work.last - 2; n >= work.first; --n) {
-        ptx::mbarrier_wait(shared.full_k(k_ring.stage), k_ring.phase);
+        ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
         turn.wait();
         ptx::wgmma_fence();
         issue_scores();
-        ptx::mbarrier_wait(shared.full_v(v_ring.stage), v_ring.phase);
+        ptx::mbarrier_wait(shared.full_v(v_ring.stage()), v_ring.phase());
         ptx::wgmma_fence();
         issue_output();
         turn.pass();
         ptx::wgmma_wait<1>();
         ptx::wgmma_settle(s);
-        free_stage(shared.empty_k(k_ring.stage));
+        free_stage(shared.empty_k(k_ring.stage()));
         k_ring.advance();
         mask(n);
         // The special-function unit is the slowest here, so that its work on one row runs under the search for the maximum
@@ -269,19 +268,19 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(o);
-        free_stage(shared.empty_v(v_ring.stage));
+        free_stage(shared.empty_v(v_ring.stage()));
         v_ring.advance();
         softmax.exponentiate(1, s, scale_log2);
         round_scores();
       }
       if constexpr (Tile::kOwnOut) free_stage(shared.empty_q(consumer));
       q_phase ^= 1;
-      ptx::mbarrier_wait(shared.full_v(v_ring.stage), v_ring.phase);
+      ptx::mbarrier_wait(shared.full_v(v_ring.stage()), v_ring.phase());
       ptx::wgmma_fence();
       issue_output();
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(o);
-      free_stage(shared.empty_v(v_ring.stage));
+      free_stage(shared.empty_v(v_ring.stage()));
       v_ring.advance();
     }
 

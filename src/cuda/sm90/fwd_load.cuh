@@ -21,25 +21,25 @@ __device__ inline uint32_t swizzled_offset(int row, int chunk) {
 
 template <int kRows, int kBoxes>
 __device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor, int row, int head, int batch, int thread) {
-  constexpr int kChunks = kBoxes * 8;
+  constexpr int kQuads = kBoxes * 16;  // of 4 elements: more loads in flight do not fit the producer's registers
   const uint16_t* base = tensor.data + batch * tensor.stride_batch + head * tensor.stride_head;
 #pragma unroll 1
-  for (int i = thread; i < kRows * kChunks; i += ptx::kWarpgroupThreads) {
-    const int r = i / kChunks, chunk = i % kChunks;
-    const int columns = row + r < tensor.rows ? tensor.columns - 8 * chunk : 0;
-    const uint16_t* source = base + (row + r) * tensor.stride_row + 8 * chunk;
-    uint32_t pair[4];
+  for (int i = thread; i < kRows * kQuads; i += ptx::kWarpgroupThreads) {
+    const int r = i / kQuads, quad = i % kQuads;
+    const int columns = row + r < tensor.rows ? tensor.columns - 4 * quad : 0;
+    const uint16_t* source = base + (row + r) * tensor.stride_row + 4 * quad;
+    uint32_t pair[2];
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
+    for (int p = 0; p < 2; ++p) {
       const uint32_t low = 2 * p < columns ? source[2 * p] : 0, high = 2 * p + 1 < columns ? source[2 * p + 1] : 0;
       pair[p] = low | high << 16;
     }
-    ptx::store_shared_16(shared + swizzled_offset<kRows>(r, chunk), pair[0], pair[1], pair[2], pair[3]);
+    ptx::store_shared_8(shared + swizzled_offset<kRows>(r, quad / 2) + quad % 2 * 8, pair[0], pair[1]);
   }
 }
 
 // Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads.
-template <int kRows, int kBoxes, bool kAlone>
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
 __device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
                                  int row, int head, int batch, int thread) {
   if (kAlone || tensor.tma) {
@@ -48,7 +48,8 @@ __device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTen
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         ptx::tma_load(shared + box * kRows * kBoxRowBytes, map,
-                      {box * kBoxColumns, row, head * tensor.map_head, batch * tensor.map_batch}, barrier);
+                      {box * kBoxColumns, row, head * tensor.map_head, batch * tensor.map_batch}, barrier,
+                      ptx::cache_policy<kReuse>());
       }
     }
   } else {

@@ -1,6 +1,7 @@
 // Which tile comes next, and which key blocks a tile needs.
 #pragma once
 
+#include "../../ptx/warpgroup.cuh"
 #include "fwd_args.h"
 
 namespace flashsdpa {
@@ -10,6 +11,7 @@ struct FwdWork {
   int row, head, batch;
   int first, last;
   __device__ bool empty() const { return first >= last; }
+  __device__ bool end() const { return row < 0; }  // no tile is left
 };
 
 __device__ inline int clamp_to(int x, int low, int high) { return min(max(x, low), high); }
@@ -22,6 +24,7 @@ __device__ inline uint32_t fwd_next_tile(const FwdArgs& args, uint32_t tile) {
 template <int kBlockM, int kBlockN>
 __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
   const FwdOrder& order = args.order;
+  if (tile >= order.tiles) return {-1, 0, 0, 0, 0};
   uint32_t top = order.blocks_m, low = 0, section = order.section;  // this pass: blocks low <= m < top
   if (order.longest_first) {
     constexpr uint32_t kLastPass = 4;
@@ -47,6 +50,18 @@ __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
   work.first = begin / kBlockN;
   work.last = begin < end ? (end + kBlockN - 1) / kBlockN : work.first;
   return work;
+}
+
+// The producer works out what a tile is and hands it to the consumers through shared memory.
+__device__ inline void fwd_put_work(uint32_t slot, const FwdWork& work) {
+  ptx::store_shared_16(slot, work.row, work.head, work.batch, work.first);
+  ptx::store_shared_4(slot + 16, work.last);
+}
+
+// Each value from one lane, so that the compiler knows it, and all loops over the blocks, to be the same for the warp.
+__device__ inline FwdWork fwd_get_work(uint32_t slot) {
+  const auto uniform = [&](int offset) { return int(__shfl_sync(0xffffffffu, ptx::load_shared_4(slot + offset), 0)); };
+  return {uniform(0), uniform(4), uniform(8), uniform(12), uniform(16)};
 }
 
 }  // namespace flashsdpa

@@ -11,7 +11,8 @@ constexpr int kElementBytes = 2;
 constexpr int kBoxColumns = 64;  // a row of a box is 128 bytes, the width of the swizzle
 constexpr int kBoxRowBytes = kBoxColumns * kElementBytes;
 constexpr int kConsumerRows = 64;  // queries of one consumer warpgroup: the M of wgmma
-constexpr int kTileSlots = 2;      // tile numbers on their way from the producer to the consumers
+constexpr int kTileSlots = 2;      // tiles on their way from the producer to the consumers
+constexpr int kTileSlotBytes = 32;
 constexpr int kMaxSharedBytes = 227 * 1024;
 
 struct FwdChoice {
@@ -62,8 +63,8 @@ struct FwdTile {
   static constexpr int kOutStride = kOwnOut ? kOutBytes : kQBytes;
   static constexpr int kBarrierOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
   static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
-  static constexpr int kTileOffset = kBarrierOffset + kBarriers * 8;
-  static constexpr int kSharedBytes = kTileOffset + kTileSlots * 4 + 1024;  // 1024: to align the base
+  static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
