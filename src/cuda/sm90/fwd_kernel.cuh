@@ -213,15 +213,22 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         mask_before(s, first);
       }
     };
-    const auto round_scores = [&] {
+    // P of one row of the block in `s`, from its maximum; O shrinks to it.
+    const auto raise_row = [&](int r, uint32_t (&p_row)[kBlockN / 16][4]) {
+      const float factor = softmax.raise(r, s, scale_log2);
 #pragma unroll
-      for (int i = 0; i < kBlockN / 2; i += 2) p[i / 8][i % 8 / 2] = pack<kBFloat16>(s[i], s[i + 1]);
+      for (int i = 2 * r; i < Tile::kDimV / 2; i += 4) {
+        o[i] *= factor;
+        o[i + 1] *= factor;
+      }
+      const float total = softmax.exponentiate<kBFloat16>(r, s, scale_log2, p_row);
+      softmax.keep_empty(r);
+      return total;
     };
 
 #pragma unroll
     for (float& value : o) value = 0.f;
     if (!work.empty()) {
-      float correction[2];
       ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
       ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
       ptx::wgmma_fence();
@@ -232,11 +239,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       k_ring.advance();
       mask(work.last - 1);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        softmax.raise(r, s, scale_log2, correction);
-        softmax.exponentiate(r, s, scale_log2);
-      }
-      round_scores();
+      for (int r = 0; r < 2; ++r) softmax.sum[r] = raise_row(r, p);
 
 #pragma unroll 1
       for (int n = work.last - 2; n >= work.first; --n) {
@@ -253,25 +256,23 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         free_stage(shared.empty_k(k_ring.stage()));
         k_ring.advance();
         mask(n);
-        // The special-function unit is the slowest here, so that its work on one row runs under the search for the maximum
-        // of the other, and later under the rounding. The branch, rarely taken, splits the instructions in two halves: the
-        // compiler would move the wait for P V up before the first, but P V is done by the second.
-        bool raised = softmax.raise(0, s, scale_log2, correction);
-        softmax.exponentiate(0, s, scale_log2);
-        raised |= softmax.raise(1, s, scale_log2, correction);
-        ptx::wgmma_settle(s);
-        if (raised) {
-          ptx::wgmma_wait<0>();
-          ptx::wgmma_settle(o);
+        uint32_t next_p[kBlockN / 16][4];  // P V of the last block still reads `p`
 #pragma unroll
-          for (int i = 0; i < Tile::kDimV / 2; ++i) o[i] *= correction[score_row(i)];
+        for (int r = 0; r < 2; ++r) {
+          float total = softmax.exponentiate<kBFloat16>(r, s, scale_log2, next_p);
+          if (!softmax.within_range(total)) {
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_settle(o);
+            total = raise_row(r, next_p);
+          }
+          softmax.sum[r] += total;
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(o);
         free_stage(shared.empty_v(v_ring.stage()));
         v_ring.advance();
-        softmax.exponentiate(1, s, scale_log2);
-        round_scores();
+#pragma unroll
+        for (int i = 0; i < kBlockN / 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(p[i / 4][i % 4]) : "r"(next_p[i / 4][i % 4]));
       }
       if constexpr (Tile::kOwnOut) free_stage(shared.empty_q(consumer));
       q_phase ^= 1;

@@ -43,45 +43,55 @@ __device__ inline void mask_before(float (&s)[kCount], const int (&limit)[2]) {
   for (int i = 0; i < kCount; ++i) s[i] = score_column(i) < limit[score_row(i)] ? kMinusInfinity : s[i];
 }
 
+// The usual online softmax takes the maximum of every block before its exponentials. Any reference will do that keeps exp2
+// within range, so here the exponentials come first, relative to the reference that the row has, and only if their sum
+// shows that the row has outgrown it is the maximum taken, and the row done again. That is rare after the first block.
 struct OnlineSoftmax {
-  float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scores before scaling
-  float sum[2] = {0.f, 0.f};                        // this lane's share
-  float shift[2] = {0.f, 0.f};                      // max, scaled
+  float max[2] = {kMinusInfinity, kMinusInfinity};    // the reference: a maximum of scores before scaling
+  float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled
+  float sum[2] = {0.f, 0.f};                          // this lane's share
 
-  // Takes one row of a block of scores into account. The maximum only has to keep exp2 within range, so that it is raised
-  // when some row of the warp has outgrown it by a factor of 2^kSlack, which is rare after the first blocks; then the
-  // result is true (for the whole warp) and all that was summed before shrinks by `correction`. A row without a key so
-  // far has maximum -inf, taken as 0: exp2 sees -inf and never -inf - -inf.
-  template <int kCount>
-  __device__ bool raise(int row, const float (&s)[kCount], float scale_log2, float (&correction)[2]) {
-    constexpr float kSlack = 8.f;
-    float top[2] = {s[2 * row], s[2 * row + 1]};  // two chains: one warp alone has to hide its instructions' latency
-#pragma unroll
-    for (int i = 4; i < kCount; ++i)
-      if (score_row(i) == row) top[i % 2] = fmaxf(top[i % 2], s[i]);
-    const float before = max[row];
-    float after = fmaxf(before, fmaxf(top[0], top[1]));
-    after = fmaxf(after, __shfl_xor_sync(0xffffffffu, after, 1));
-    after = fmaxf(after, __shfl_xor_sync(0xffffffffu, after, 2));
-    const bool raised = __any_sync(0xffffffffu, (after - before) * scale_log2 > kSlack);
-    max[row] = raised ? after : before;
-    shift[row] = max[row] == kMinusInfinity ? 0.f : max[row] * scale_log2;
-    correction[row] = exp2_fast(fmaf(before, scale_log2, -shift[row]));
-    sum[row] *= correction[row];
-    return raised;
-  }
-
-  // Turns the scores of one row into exp2(s * scale_log2 - shift) and adds them up.
-  template <int kCount>
-  __device__ void exponentiate(int row, float (&s)[kCount], float scale_log2) {
+  // P of one row of a block, packed in pairs as the A operand of the next product; returns the lane's sum of it.
+  template <bool kBFloat16, int kCount>
+  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4]) const {
     float total[2] = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (score_row(i) == row) {
-        s[i] = exp2_fast(fmaf(s[i], scale_log2, -shift[row]));
-        total[i % 2] += s[i];
-      }
-    sum[row] += total[0] + total[1];
+    for (int i = 2 * row; i < kCount; i += 4) {
+      const float low = exp2_fast(fmaf(s[i], scale_log2, -shift[row]));
+      const float high = exp2_fast(fmaf(s[i + 1], scale_log2, -shift[row]));
+      total[0] += low;
+      total[1] += high;
+      p[i / 8][i % 8 / 2] = pack<kBFloat16>(low, high);
+    }
+    return total[0] + total[1];
+  }
+
+  // Whether all lanes of the warp may keep what they have: a sum within the limit has no term beyond it. False for NaN, which
+  // a row without a key gives: its shift is -inf.
+  __device__ static bool within_range(float total) {
+    constexpr float kLimit = 256.f;  // exact in every type, and far from the largest float16
+    return __all_sync(0xffffffffu, total <= kLimit);
+  }
+
+  // Makes the maximum of this block and those before the reference; returns the factor for all that was summed before.
+  template <int kCount>
+  __device__ float raise(int row, const float (&s)[kCount], float scale_log2) {
+    float top = max[row];
+#pragma unroll
+    for (int i = 2 * row; i < kCount; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    max[row] = top;
+    const float before = shift[row];
+    shift[row] = top == kMinusInfinity ? 0.f : top * scale_log2;  // without a key: exp2 of -inf, not of -inf - -inf
+    const float factor = exp2_fast(before - shift[row]);
+    sum[row] *= factor;
+    return factor;
+  }
+
+  // After the exponentials of a raised row: one without a key still has no reference.
+  __device__ void keep_empty(int row) {
+    if (max[row] == kMinusInfinity) shift[row] = kMinusInfinity;
   }
 
   // Each row's sum over its four lanes.

@@ -23,7 +23,8 @@ struct FwdChoice {
 };
 
 constexpr FwdChoice fwd_choice(int dim, int dim_v) {
-  if (dim <= 64) return {.consumers = 3, .block_n = 128, .stages = 2, .own_out = true};
+  if (dim <= 64) return {.consumers = 3, .block_n = 112, .stages = 2, .own_out = true};
+  if (dim <= 96) return {.consumers = 3, .block_n = 96, .stages = 2, .own_out = true};
   if (dim <= 128) return {.consumers = 2, .block_n = 128, .stages = 2, .own_out = true};
   if (dim <= 192 && dim_v <= 128) return {.consumers = 2, .block_n = 128, .stages = 2, .own_out = false};
   if (dim <= 192) return {.consumers = 2, .block_n = 112, .stages = 2, .own_out = false};
