@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "ptx" / "wgmma_shapes.cuh"
-WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)
+WIDTHS = (64, 96, 112, 128, 192, 256)
 
 HEADER = """\
 // Written by tools/generate_wgmma.py: wgmma.m64nNk16 for each width N in use.

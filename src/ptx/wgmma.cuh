@@ -27,6 +27,14 @@ __device__ inline void wgmma_settle(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// A copy that the compiler does not merge with its source: registers of A must not be written while a product reads them, and
+// a merged copy would write them where the source is computed.
+__device__ inline uint32_t wgmma_register_copy(uint32_t source) {
+  uint32_t copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(source));
+  return copy;
+}
+
 // A shared-memory operand in tiles of 128-byte rows with the 128-byte swizzle, as TMA writes them: 8 rows are 1024 bytes.
 //   K-major (Q and K of Q K^T): 64 elements of k a row; `group_bytes` unused; 16 elements of k further is 32 bytes.
 //   MN-major (V of P V): 64 columns a row, 16 rows of k further is 2048 bytes; `group_bytes` from 64 columns to the next.

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdD128 = fwd_make_instance<128, 128>();
+extern const FwdInstance kFwdD128 = fwd_make_instance<128, 128, 2>();
 
 }  // namespace flashsdpa

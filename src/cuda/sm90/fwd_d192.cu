@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdD192 = fwd_make_instance<192, 192>();
+extern const FwdInstance kFwdD192 = fwd_make_instance<192, 192, 2>();
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdD192V128 = fwd_make_instance<192, 128>();
+extern const FwdInstance kFwdD192V128 = fwd_make_instance<192, 128, 2>();
 
 }  // namespace flashsdpa

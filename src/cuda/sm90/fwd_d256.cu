@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdD256 = fwd_make_instance<256, 256>();
+extern const FwdInstance kFwdD256 = fwd_make_instance<256, 256, 2>();
 
 }  // namespace flashsdpa

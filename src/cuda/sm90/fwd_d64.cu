@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdD64 = fwd_make_instance<64, 64>();
+extern const FwdInstance kFwdD64 = fwd_make_instance<64, 64, 3>();
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdD96 = fwd_make_instance<96, 96>();
+extern const FwdInstance kFwdD96 = fwd_make_instance<96, 96, 3>();
 
 }  // namespace flashsdpa

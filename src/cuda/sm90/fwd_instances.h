@@ -15,6 +15,6 @@ struct FwdInstance {
   const char* (*launch_float16)(const FwdArgs& args, uint32_t blocks, cudaStream_t stream);
 };
 
-extern const FwdInstance kFwdD64, kFwdD96, kFwdD128, kFwdD192V128, kFwdD192, kFwdD256;
+extern const FwdInstance kFwdD64, kFwdD64Short, kFwdD96, kFwdD128, kFwdD192V128, kFwdD192, kFwdD256;
 
 }  // namespace flashsdpa

@@ -3,9 +3,9 @@
 //   warpgroup 0         producer: keeps the stages of K and V, and Q of the next tile, filled
 //   warpgroups 1..      consumers, 64 queries each: S = Q K^T (shared x shared), softmax, O += P V (registers x shared)
 //
-// Two things hide the softmax behind the tensor cores (NOTES.md has the picture and the numbers). Within a consumer, S of the
-// next key block is under way with P V of the last one. Between consumers, named barriers let one issue its
-// products at a time, so that the softmax of one runs under the products of another.
+// Two things hide the softmax behind the tensor cores (NOTES.md has the picture and the numbers). Within a consumer, S of
+// the next key block is under way with P V of the last one. Between consumers, named barriers let one issue its products
+// at a time, so that the softmax of one runs under the products of another.
 #pragma once
 
 #include "../../params.h"
@@ -102,14 +102,16 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
 
     const auto load_k = [&](int n) {
       ptx::mbarrier_wait(shared.empty_k(k_ring.stage()), k_ring.phase() ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kSoon, kAlone>(shared.k(k_ring.stage()), shared.full_k(k_ring.stage()), args.k, &args.map_k,
-                                             n * Tile::kBlockN, head_kv, work.batch, thread);
+      load_tile<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kSoon, kAlone>(
+          shared.k(k_ring.stage()), shared.full_k(k_ring.stage()), args.k, &args.map_k,
+          {n * Tile::kBlockN, head_kv, work.batch}, thread);
       k_ring.advance();
     };
     const auto load_v = [&](int n) {
       ptx::mbarrier_wait(shared.empty_v(v_ring.stage()), v_ring.phase() ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kSoon, kAlone>(shared.v(v_ring.stage()), shared.full_v(v_ring.stage()), args.v, &args.map_v,
-                                              n * Tile::kBlockN, head_kv, work.batch, thread);
+      load_tile<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kSoon, kAlone>(
+          shared.v(v_ring.stage()), shared.full_v(v_ring.stage()), args.v, &args.map_v,
+          {n * Tile::kBlockN, head_kv, work.batch}, thread);
       v_ring.advance();
     };
 
@@ -118,8 +120,9 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
       ptx::mbarrier_wait(shared.empty_q(c), q_phase ^ 1);
-      load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(shared.q(c), shared.full_q(c), args.q, &args.map_q,
-                                             work.row + c * kConsumerRows, work.head, work.batch, thread);
+      load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(
+          shared.q(c), shared.full_q(c), args.q, &args.map_q,
+          {work.row + c * kConsumerRows, work.head, work.batch}, thread);
     }
     q_phase ^= 1;
 #pragma unroll 1
@@ -239,7 +242,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       k_ring.advance();
       mask(work.last - 1);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) softmax.sum[r] = raise_row(r, p);
+      for (int r = 0; r < 2; ++r) softmax.sum[r] = raise_row(r, p);  // no reference yet
 
 #pragma unroll 1
       for (int n = work.last - 2; n >= work.first; --n) {
@@ -256,7 +259,9 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         free_stage(shared.empty_k(k_ring.stage()));
         k_ring.advance();
         mask(n);
-        uint32_t next_p[kBlockN / 16][4];  // P V of the last block still reads `p`
+        // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the exponentials before
+        // the wait for it: within a straight run of instructions the compiler moves the wait up.
+        uint32_t next_p[kBlockN / 16][4];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float total = softmax.exponentiate<kBFloat16>(r, s, scale_log2, next_p);
@@ -272,7 +277,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         free_stage(shared.empty_v(v_ring.stage()));
         v_ring.advance();
 #pragma unroll
-        for (int i = 0; i < kBlockN / 4; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(p[i / 4][i % 4]) : "r"(next_p[i / 4][i % 4]));
+        for (int i = 0; i < kBlockN / 4; ++i) p[i / 4][i % 4] = ptx::wgmma_register_copy(next_p[i / 4][i % 4]);
       }
       if constexpr (Tile::kOwnOut) free_stage(shared.empty_q(consumer));
       q_phase ^= 1;
@@ -295,7 +300,8 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         if (r < args.seq_q) lse[r] = softmax.log_sum_exp(half, args.scale);
       }
     }
-    if (args.out.tma) {
+    // The output of a tile without keys cannot go through Q's memory: Q of the next tile may be there already.
+    if (args.out.tma && (Tile::kOwnOut || !work.empty())) {
       // Own staging memory: the store of the tile before must have read it. Q's memory: all warps must be done with Q.
       if (elected) ptx::tma_store_wait_read();
       ptx::barrier_sync(out_barrier, ptx::kWarpgroupThreads);
@@ -317,10 +323,10 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }
 
-template <DType kType, int kDim, int kDimV>
-__global__ void __launch_bounds__((FwdTile<kDim, kDimV>::kThreads), 1)
+template <DType kType, int kDim, int kDimV, int kConsumers>
+__global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers>::kThreads), 1)
     flashsdpa_fwd_sm90(const __grid_constant__ FwdArgs args) {
-  using Tile = FwdTile<kDim, kDimV>;
+  using Tile = FwdTile<kDim, kDimV, kConsumers>;
   extern __shared__ uint8_t memory[];
   const FwdShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};
   // The same for all threads of a warp, and told so to the compiler.

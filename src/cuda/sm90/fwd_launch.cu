@@ -17,12 +17,13 @@ constexpr int kConsumerRowsOfBox = 64;
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
-const FwdInstance& pick_instance(int64_t dim, int64_t dim_v) {
-  const int64_t larger = std::max(dim, dim_v);
-  if (larger <= 64) return kFwdD64;
+const FwdInstance& pick_instance(const Problem& p) {
+  constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
+  const int64_t larger = std::max(p.dim, p.dim_v);
+  if (larger <= 64) return p.seq_k < kShort ? kFwdD64Short : kFwdD64;
   if (larger <= 96) return kFwdD96;
   if (larger <= 128) return kFwdD128;
-  if (larger <= 192) return dim_v <= 128 ? kFwdD192V128 : kFwdD192;
+  if (larger <= 192) return p.dim_v <= 128 ? kFwdD192V128 : kFwdD192;
   return kFwdD256;
 }
 
@@ -92,7 +93,7 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0) return nullptr;
   if (const char* reason = refuse_unless_sm90()) return reason;
   if (const char* reason = refuse(p)) return reason;
-  const FwdInstance& instance = pick_instance(p.dim, p.dim_v);
+  const FwdInstance& instance = pick_instance(p);
 
   FwdArgs args{};
   const TensorSizes q_size{p.batch, p.heads_q, p.seq_q, p.dim}, k_size{p.batch, p.heads_kv, p.seq_k, p.dim};

@@ -16,26 +16,26 @@ constexpr int kTileSlotBytes = 32;
 constexpr int kMaxSharedBytes = 227 * 1024;
 
 struct FwdChoice {
-  int consumers;  // warpgroups; block_m = 64 * consumers
   int block_n;
-  int stages;     // of K, and of V
-  bool own_out;   // the output is staged in shared memory of its own, not in Q's: Q of the next tile may load meanwhile
+  int stages;    // of K, and of V
+  bool own_out;  // the output is staged in shared memory of its own, not in Q's: Q of the next tile may load meanwhile
 };
 
-constexpr FwdChoice fwd_choice(int dim, int dim_v) {
-  if (dim <= 64) return {.consumers = 3, .block_n = 112, .stages = 2, .own_out = true};
-  if (dim <= 96) return {.consumers = 3, .block_n = 96, .stages = 2, .own_out = true};
-  if (dim <= 128) return {.consumers = 2, .block_n = 128, .stages = 2, .own_out = true};
-  if (dim <= 192 && dim_v <= 128) return {.consumers = 2, .block_n = 128, .stages = 2, .own_out = false};
-  if (dim <= 192) return {.consumers = 2, .block_n = 112, .stages = 2, .own_out = false};
-  return {.consumers = 2, .block_n = 80, .stages = 2, .own_out = false};
+// Measured (NOTES.md). Three consumers have 160 registers each, two have 232.
+constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
+  if (dim <= 64) return {.block_n = consumers == 3 ? 112 : 128, .stages = 2, .own_out = true};
+  if (dim <= 96) return {.block_n = 96, .stages = 2, .own_out = true};
+  if (dim <= 128) return {.block_n = 128, .stages = 2, .own_out = true};
+  if (dim <= 192) return {.block_n = dim_v <= 128 ? 128 : 112, .stages = 2, .own_out = false};
+  return {.block_n = 64, .stages = 2, .own_out = false};
 }
 
-template <int kDimClass, int kDimVClass>
+// kConsumerGroups: warpgroups that compute; a tile is 64 queries of each.
+template <int kDimClass, int kDimVClass, int kConsumerGroups>
 struct FwdTile {
-  static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass);
+  static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
-  static constexpr int kConsumers = kChoice.consumers;
+  static constexpr int kConsumers = kConsumerGroups;
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
