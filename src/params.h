@@ -78,6 +78,7 @@ struct ForwardParams {
   ConstView v;  // (batch, heads_kv, seq_k, dim_v), last stride 1
   View out;     // (batch, heads_q, seq_q, dim_v), last stride 1
   void* lse;    // (batch, heads_q, seq_q) contiguous, natural log; float32, float64 for float64 inputs
+  int32_t* counter = nullptr;  // CUDA: 4 bytes of scratch, any content; null: tiles are not handed out dynamically
 };
 
 struct BackwardParams {

@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -174,6 +175,12 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   params.v = view<ConstView>(v);
   params.out = view<View>(target);
   params.lse = lse.mutable_data_ptr();
+  // Freed on return, before the kernel has run: the allocator hands memory out again in the order of the stream.
+  at::DataPtr counter;
+  if (query.is_cuda()) {
+    counter = c10::GetAllocator(c10::DeviceType::CUDA)->allocate(sizeof(*params.counter));
+    params.counter = static_cast<int32_t*>(counter.get());
+  }
   launch(*entry, query.device(), &params);
   return {out, lse};
 }

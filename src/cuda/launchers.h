@@ -7,6 +7,7 @@
 
 namespace flashsdpa {
 
+const char* launch_forward_sm90(const void* params, const Launch& launch);    // ForwardParams
 const char* launch_mask_plan_sm90(const void* params, const Launch& launch);  // MaskPlanParams
 
 }  // namespace flashsdpa

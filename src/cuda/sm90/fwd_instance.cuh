@@ -1,0 +1,29 @@
+// One head-dim class of the forward kernel, both dtypes: what each fwd_d*.cu instantiates.
+#pragma once
+
+#include "../common/status.h"
+#include "fwd_instances.h"
+#include "fwd_kernel.cuh"
+
+namespace flashsdpa {
+
+template <DType kType, int kDim, int kDimV, int kConsumers>
+const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, cudaStream_t stream) {
+  using Tile = FwdTile<kDim, kDimV, kConsumers>;
+  const auto kernel = flashsdpa_fwd_sm90<kType, kDim, kDimV, kConsumers>;
+  if (const char* error = error_text(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes))) {
+    return error;
+  }
+  kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
+  return error_text(cudaGetLastError());
+}
+
+template <int kDim, int kDimV, int kConsumers>
+constexpr FwdInstance fwd_make_instance() {
+  using Tile = FwdTile<kDim, kDimV, kConsumers>;
+  return {Tile::kBlockM, Tile::kBlockN, fwd_launch_instance<DType::kBFloat16, kDim, kDimV, kConsumers>,
+          fwd_launch_instance<DType::kFloat16, kDim, kDimV, kConsumers>};
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,136 @@
+// Host side of the forward kernel: picks the instance, describes the tensors, orders the tiles, launches.
+#include <algorithm>
+#include <cmath>
+
+#include "../../ptx/tensor_map.h"
+#include "../common/status.h"
+#include "../launchers.h"
+#include "fwd_instances.h"
+
+namespace flashsdpa {
+namespace {
+
+constexpr int64_t kMaxDim = 256;
+constexpr int64_t kMaxLength = int64_t{1} << 29;      // so that a row plus a band limit fits 32 bits
+constexpr int64_t kCacheForKeys = 24 * 1024 * 1024;   // K and V of the heads in flight stay in half of the L2 cache
+constexpr int kConsumerRowsOfBox = 64;
+
+int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+const FwdInstance& pick_instance(const Problem& p) {
+  constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
+  const int64_t larger = std::max(p.dim, p.dim_v);
+  if (larger <= 64) return p.seq_k < kShort ? kFwdD64Short : kFwdD64;
+  if (larger <= 96) return kFwdD96;
+  if (larger <= 128) return kFwdD128;
+  if (larger <= 192) return p.dim_v <= 128 ? kFwdD192V128 : kFwdD192;
+  return kFwdD256;
+}
+
+struct TensorSizes {
+  int64_t batch, heads, rows, columns;
+};
+
+// Describes a tensor for the kernel and, where TMA can reach it, encodes its map.
+const char* describe(const void* data, const int64_t (&stride)[4], const TensorSizes& size, DType dtype, int box_rows,
+                     FwdTensor* tensor, CUtensorMap* map) {
+  constexpr int64_t kAlign = 16, kMaxStride = int64_t{1} << 40;
+  const auto used = [](int64_t length, int64_t step) { return length > 1 && step != 0; };
+  const bool by_batch = used(size.batch, stride[0]), by_head = used(size.heads, stride[1]);
+  const int64_t row_bytes = size.rows > 1 ? stride[2] * 2 : kAlign;
+  const int64_t head_bytes = by_head ? stride[1] * 2 : kAlign, batch_bytes = by_batch ? stride[0] * 2 : kAlign;
+  *tensor = {static_cast<uint16_t*>(const_cast<void*>(data)), stride[0], stride[1], stride[2],
+             static_cast<int32_t>(size.rows), static_cast<int32_t>(size.columns), by_batch, by_head, false};
+  if (size.rows == 0) {  // nothing of it is ever read
+    tensor->tma = true;
+    return nullptr;
+  }
+  const auto suits = [&](int64_t bytes) { return bytes > 0 && bytes % kAlign == 0 && bytes < kMaxStride; };
+  tensor->tma = reinterpret_cast<uintptr_t>(data) % kAlign == 0 && suits(row_bytes) && suits(head_bytes) && suits(batch_bytes);
+  if (!tensor->tma) return nullptr;
+  const ptx::TensorMapShape shape{
+      data, static_cast<uint64_t>(size.columns), static_cast<uint64_t>(size.rows),
+      by_head ? static_cast<uint64_t>(size.heads) : 1, by_batch ? static_cast<uint64_t>(size.batch) : 1,
+      static_cast<uint64_t>(row_bytes), static_cast<uint64_t>(head_bytes), static_cast<uint64_t>(batch_bytes),
+      static_cast<uint32_t>(box_rows)};
+  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (ptx::encode_tensor_map(map, type, shape)) return nullptr;
+  return "flashsdpa_fwd_sm90: the driver refused a tensor map (cuTensorMapEncodeTiled, CUDA 12.0 or newer)";
+}
+
+// Section: as many heads as fit the cache with their K and V. Without a band every tile costs the same and one group of
+// heads at a time is best for the cache; with one, longest first.
+FwdOrder make_order(const Problem& p, int block_m) {
+  const int64_t heads = p.batch * p.heads_q, group = p.heads_q / p.heads_kv;
+  const int64_t bytes_per_head = std::max<int64_t>(1, p.seq_k * (p.dim + p.dim_v) * 2);
+  const int64_t section = std::max<int64_t>(1, kCacheForKeys / bytes_per_head) * group;
+  FwdOrder order{};
+  order.blocks_m = static_cast<uint32_t>(ceil_div(p.seq_q, block_m));
+  order.heads = static_cast<uint32_t>(heads);
+  order.longest_first = !p.band.open();
+  order.section = static_cast<uint32_t>(std::min(heads, p.band.open() ? group : section));
+  order.tiles = order.blocks_m * order.heads;
+  return order;
+}
+
+enum class Deal { kOnce, kStatic, kDynamic };  // one tile a block; tiles dealt out in turn; as blocks get free
+
+Deal pick_deal(const ForwardParams& f) { return f.counter ? Deal::kDynamic : f.problem.band.open() ? Deal::kStatic : Deal::kOnce; }
+
+const char* refuse(const Problem& p) {
+  if (p.mask.data) return "flashsdpa_fwd_sm90 takes no attn_mask; use the stock backend";
+  if (p.dim < 1 || p.dim > kMaxDim || p.dim_v < 1 || p.dim_v > kMaxDim)
+    return "flashsdpa_fwd_sm90 takes head dims from 1 to 256; use the stock backend";
+  if (p.seq_q > kMaxLength || p.seq_k > kMaxLength) return "flashsdpa_fwd_sm90 takes sequences up to 2^29; use the stock backend";
+  return nullptr;
+}
+
+}  // namespace
+
+const char* launch_forward_sm90(const void* params, const Launch& launch) {
+  const ForwardParams& f = *static_cast<const ForwardParams*>(params);
+  const Problem& p = f.problem;
+  if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0) return nullptr;
+  if (const char* reason = refuse_unless_sm90()) return reason;
+  if (const char* reason = refuse(p)) return reason;
+  const FwdInstance& instance = pick_instance(p);
+
+  FwdArgs args{};
+  const TensorSizes q_size{p.batch, p.heads_q, p.seq_q, p.dim}, k_size{p.batch, p.heads_kv, p.seq_k, p.dim};
+  const TensorSizes v_size{p.batch, p.heads_kv, p.seq_k, p.dim_v}, out_size{p.batch, p.heads_q, p.seq_q, p.dim_v};
+  const char* error = describe(f.q.data, f.q.stride, q_size, p.dtype, kConsumerRowsOfBox, &args.q, &args.map_q);
+  if (!error) error = describe(f.k.data, f.k.stride, k_size, p.dtype, instance.block_n, &args.k, &args.map_k);
+  if (!error) error = describe(f.v.data, f.v.stride, v_size, p.dtype, instance.block_n, &args.v, &args.map_v);
+  if (!error) error = describe(f.out.data, f.out.stride, out_size, p.dtype, kConsumerRowsOfBox, &args.out, &args.map_out);
+  if (error) return error;
+
+  const int64_t tiles = ceil_div(p.seq_q, instance.block_m) * p.batch * p.heads_q;
+  if (tiles > INT32_MAX) return "flashsdpa_fwd_sm90 takes up to 2^31 tiles of queries; split the batch";
+  args.lse = static_cast<float*>(f.lse);
+  args.order = make_order(p, instance.block_m);
+  args.heads_q = static_cast<int32_t>(p.heads_q);
+  args.group = static_cast<int32_t>(p.heads_q / p.heads_kv);
+  args.seq_q = static_cast<int32_t>(p.seq_q);
+  args.seq_k = static_cast<int32_t>(p.seq_k);
+  // A limit beyond the last key for the first query, or before the first key for the last query, may as well be just there.
+  args.band_lo = static_cast<int32_t>(std::clamp(p.band.lo, -p.seq_q, p.seq_k));
+  args.band_hi = static_cast<int32_t>(std::clamp(p.band.hi, -p.seq_q, p.seq_k));
+  args.scale = p.scale == 0 ? 1.f : static_cast<float>(std::fabs(p.scale));
+  args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
+
+  int device = 0, processors = 0;
+  error = error_text(cudaGetDevice(&device));
+  if (!error) error = error_text(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  if (error) return error;
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  const Deal deal = args.order.tiles <= static_cast<uint32_t>(processors) ? Deal::kOnce : pick_deal(f);
+  if (deal == Deal::kDynamic) {
+    args.counter = reinterpret_cast<uint32_t*>(f.counter);
+    if ((error = error_text(cudaMemsetAsync(args.counter, 0, sizeof *args.counter, stream)))) return error;
+  }
+  const uint32_t blocks = deal == Deal::kOnce ? args.order.tiles : static_cast<uint32_t>(processors);
+  const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
+  return run(args, blocks, stream);
+}
+
+}  // namespace flashsdpa

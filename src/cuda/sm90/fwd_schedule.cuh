@@ -1,0 +1,67 @@
+// Which tile comes next, and which key blocks a tile needs.
+#pragma once
+
+#include "../../ptx/warpgroup.cuh"
+#include "fwd_args.h"
+
+namespace flashsdpa {
+
+// A tile: kBlockM queries from `row` on of one head of one batch, against key blocks first <= n < last.
+struct FwdWork {
+  int row, head, batch;
+  int first, last;
+  __device__ bool empty() const { return first >= last; }
+  __device__ bool end() const { return row < 0; }  // no tile is left
+};
+
+__device__ inline int clamp_to(int x, int low, int high) { return min(max(x, low), high); }
+
+// The tile after `tile` for this block: the next that no block has taken, or, without a counter, in equal steps.
+__device__ inline uint32_t fwd_next_tile(const FwdArgs& args, uint32_t tile) {
+  return gridDim.x + (args.counter ? atomicAdd(args.counter, 1u) : tile);
+}
+
+template <int kBlockM, int kBlockN>
+__device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
+  const FwdOrder& order = args.order;
+  if (tile >= order.tiles) return {-1, 0, 0, 0, 0};
+  uint32_t top = order.blocks_m, low = 0, section = order.section;  // this pass: blocks low <= m < top
+  if (order.longest_first) {
+    constexpr uint32_t kLastPass = 4;
+    while (true) {
+      low = top > kLastPass ? top / 2 : 0;
+      if (tile < (top - low) * order.heads) break;
+      tile -= (top - low) * order.heads;
+      top = low;
+      section = min(2 * section, order.heads);  // shorter tiles read half the keys
+    }
+  }
+  const uint32_t in_section = tile / ((top - low) * section), first_head = in_section * section;
+  const uint32_t within = tile - first_head * (top - low), heads = min(section, order.heads - first_head);
+  const uint32_t block = top - 1 - within / heads, head = first_head + within % heads;
+
+  FwdWork work;
+  work.row = int(block) * kBlockM;
+  work.batch = int(head / args.heads_q);
+  work.head = int(head % args.heads_q);
+  const int last_row = min(work.row + kBlockM, args.seq_q) - 1;
+  const int begin = clamp_to(work.row + args.band_lo, 0, args.seq_k);
+  const int end = clamp_to(last_row + args.band_hi + 1, 0, args.seq_k);
+  work.first = begin / kBlockN;
+  work.last = begin < end ? (end + kBlockN - 1) / kBlockN : work.first;
+  return work;
+}
+
+// The producer works out what a tile is and hands it to the consumers through shared memory.
+__device__ inline void fwd_put_work(uint32_t slot, const FwdWork& work) {
+  ptx::store_shared_16(slot, work.row, work.head, work.batch, work.first);
+  ptx::store_shared_4(slot + 16, work.last);
+}
+
+// Each value from one lane, so that the compiler knows it, and all loops over the blocks, to be the same for the warp.
+__device__ inline FwdWork fwd_get_work(uint32_t slot) {
+  const auto uniform = [&](int offset) { return int(__shfl_sync(0xffffffffu, ptx::load_shared_4(slot + offset), 0)); };
+  return {uniform(0), uniform(4), uniform(8), uniform(12), uniform(16)};
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,112 @@
+// Online softmax over one block of scores in the accumulator layout of wgmma, two rows a lane.
+//
+// Element i of a lane is row (i / 2) % 2 of its two, column 8 * (i / 4) + 2 * (lane % 4) + i % 2; four lanes share a row.
+#pragma once
+
+#include <cstdint>
+
+namespace flashsdpa {
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats as a pair of 16-bit elements, `low` in the lower half.
+template <bool kBFloat16>
+__device__ inline uint32_t pack(float low, float high) {
+  uint32_t pair;
+  if constexpr (kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+__device__ constexpr int score_row(int i) { return (i / 2) % 2; }
+__device__ constexpr int score_column(int i) { return 8 * (i / 4) + i % 2; }  // but for the lane's part
+
+// Scores past column `limit[row]` are removed; limits are relative to the lane's first column.
+template <int kCount>
+__device__ inline void mask_after(float (&s)[kCount], const int (&limit)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = score_column(i) > limit[score_row(i)] ? kMinusInfinity : s[i];
+}
+
+template <int kCount>
+__device__ inline void mask_before(float (&s)[kCount], const int (&limit)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = score_column(i) < limit[score_row(i)] ? kMinusInfinity : s[i];
+}
+
+// The usual online softmax takes the maximum of every block before its exponentials. Any reference will do that keeps exp2
+// within range, so here the exponentials come first, relative to the reference that the row has, and only if their sum
+// shows that the row has outgrown it is the maximum taken, and the row done again. That is rare after the first block.
+struct OnlineSoftmax {
+  float max[2] = {kMinusInfinity, kMinusInfinity};    // the reference: a maximum of scores before scaling
+  float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled
+  float sum[2] = {0.f, 0.f};                          // this lane's share
+
+  // P of one row of a block, packed in pairs as the A operand of the next product; returns the lane's sum of it.
+  template <bool kBFloat16, int kCount>
+  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4]) const {
+    float total[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 2 * row; i < kCount; i += 4) {
+      const float low = exp2_fast(fmaf(s[i], scale_log2, -shift[row]));
+      const float high = exp2_fast(fmaf(s[i + 1], scale_log2, -shift[row]));
+      total[0] += low;
+      total[1] += high;
+      p[i / 8][i % 8 / 2] = pack<kBFloat16>(low, high);
+    }
+    return total[0] + total[1];
+  }
+
+  // Whether all lanes of the warp may keep what they have: a sum within the limit has no term beyond it. False for NaN, which
+  // a row without a key gives: its shift is -inf.
+  __device__ static bool within_range(float total) {
+    constexpr float kLimit = 256.f;  // exact in every type, and far from the largest float16
+    return __all_sync(0xffffffffu, total <= kLimit);
+  }
+
+  // Makes the maximum of this block and those before the reference; returns the factor for all that was summed before.
+  template <int kCount>
+  __device__ float raise(int row, const float (&s)[kCount], float scale_log2) {
+    float top = max[row];
+#pragma unroll
+    for (int i = 2 * row; i < kCount; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    max[row] = top;
+    const float before = shift[row];
+    shift[row] = top == kMinusInfinity ? 0.f : top * scale_log2;  // without a key: exp2 of -inf, not of -inf - -inf
+    const float factor = exp2_fast(before - shift[row]);
+    sum[row] *= factor;
+    return factor;
+  }
+
+  // After the exponentials of a raised row: one without a key still has no reference.
+  __device__ void keep_empty(int row) {
+    if (max[row] == kMinusInfinity) shift[row] = kMinusInfinity;
+  }
+
+  // Each row's sum over its four lanes.
+  __device__ void reduce() {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      sum[row] += __shfl_xor_sync(0xffffffffu, sum[row], 1);
+      sum[row] += __shfl_xor_sync(0xffffffffu, sum[row], 2);
+    }
+  }
+
+  __device__ float inverse(int row) const { return sum[row] == 0.f ? 0.f : 1.f / sum[row]; }
+  __device__ float log_sum_exp(int row, float scale) const {
+    return sum[row] == 0.f ? kMinusInfinity : fmaf(max[row], scale, logf(sum[row]));
+  }
+};
+
+}  // namespace flashsdpa

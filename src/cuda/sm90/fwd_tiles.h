@@ -1,0 +1,72 @@
+// Compile-time shape of the forward kernel for each head-dim class: tiles, stages, registers, shared memory.
+//
+// A class (kDim of q and k, kDimV of v and out) carries every smaller pair: columns past the tensor read as zero.
+#pragma once
+
+#include "../../ptx/warpgroup.cuh"
+
+namespace flashsdpa {
+
+constexpr int kElementBytes = 2;
+constexpr int kBoxColumns = 64;  // a row of a box is 128 bytes, the width of the swizzle
+constexpr int kBoxRowBytes = kBoxColumns * kElementBytes;
+constexpr int kConsumerRows = 64;  // queries of one consumer warpgroup: the M of wgmma
+constexpr int kTileSlots = 2;      // tiles on their way from the producer to the consumers
+constexpr int kTileSlotBytes = 32;
+constexpr int kMaxSharedBytes = 227 * 1024;
+
+struct FwdChoice {
+  int block_n;
+  int stages;    // of K, and of V
+  bool own_out;  // the output is staged in shared memory of its own, not in Q's: Q of the next tile may load meanwhile
+};
+
+// Measured (NOTES.md). Three consumers have 160 registers each, two have 232.
+constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
+  if (dim <= 64) return {.block_n = consumers == 3 ? 112 : 128, .stages = 2, .own_out = true};
+  if (dim <= 96) return {.block_n = 96, .stages = 2, .own_out = true};
+  if (dim <= 128) return {.block_n = 128, .stages = 2, .own_out = true};
+  if (dim <= 192) return {.block_n = dim_v <= 128 ? 128 : 112, .stages = 2, .own_out = false};
+  return {.block_n = 64, .stages = 2, .own_out = false};
+}
+
+// kConsumerGroups: warpgroups that compute; a tile is 64 queries of each.
+template <int kDimClass, int kDimVClass, int kConsumerGroups>
+struct FwdTile {
+  static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups);
+  static constexpr int kDim = kDimClass, kDimV = kDimVClass;
+  static constexpr int kConsumers = kConsumerGroups;
+  static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
+  static constexpr int kStages = kChoice.stages;
+  static constexpr bool kOwnOut = kChoice.own_out;
+  static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
+
+  // What the register file of 64 K leaves to each role.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * ptx::kWarpgroupThreads <= 64 * 1024);
+
+  // Boxes of 64 columns; the last one of class 96 is half used.
+  static constexpr int kBoxes = (kDim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kBoxesV = (kDimV + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kQueryBoxBytes = kConsumerRows * kBoxRowBytes, kKeyBoxBytes = kBlockN * kBoxRowBytes;
+  static constexpr int kQBytes = kBoxes * kQueryBoxBytes, kOutBytes = kBoxesV * kQueryBoxBytes;  // of one consumer
+  static constexpr int kKBytes = kBoxes * kKeyBoxBytes, kVBytes = kBoxesV * kKeyBoxBytes;        // of one stage
+  static_assert(kKeyBoxBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+  static_assert(kOwnOut || kOutBytes <= kQBytes);
+
+  // Shared memory, from a base aligned to 1024 bytes.
+  static constexpr int kQOffset = 0;
+  static constexpr int kKOffset = kQOffset + kConsumers * kQBytes;
+  static constexpr int kVOffset = kKOffset + kStages * kKBytes;
+  static constexpr int kOwnOutOffset = kVOffset + kStages * kVBytes;
+  static constexpr int kOutOffset = kOwnOut ? kOwnOutOffset : kQOffset;
+  static constexpr int kOutStride = kOwnOut ? kOutBytes : kQBytes;
+  static constexpr int kBarrierOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
+  static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
+  static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+};
+
+}  // namespace flashsdpa

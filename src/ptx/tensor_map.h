@@ -1,0 +1,45 @@
+// Host: tensor maps for TMA. The encoder is a driver function; it is found at run time, so that libcuda is not linked.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flashsdpa::ptx {
+
+// A tensor (batch, head, row, column) of 16-bit elements with unit column stride, cut into boxes of `box_rows` rows of 64 columns
+// with the 128-byte swizzle. Strides in bytes, multiples of 16.
+struct TensorMapShape {
+  const void* data;
+  uint64_t columns, rows, heads, batch;
+  uint64_t row_bytes, head_bytes, batch_bytes;
+  uint32_t box_rows;
+};
+
+constexpr uint32_t kBoxColumns = 64;
+
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    constexpr unsigned kCudaVersion = 12000;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kCudaVersion, cudaEnableDefault, &found);
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function) : nullptr;
+  }();
+  return encoder;
+}
+
+inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorMapShape& s) {
+  const auto encoder = tensor_map_encoder();
+  if (!encoder) return false;
+  const cuuint64_t sizes[4] = {s.columns, s.rows, s.heads, s.batch};
+  const cuuint64_t strides[3] = {s.row_bytes, s.head_bytes, s.batch_bytes};
+  const cuuint32_t box[4] = {kBoxColumns, s.box_rows, 1, 1}, element_strides[4] = {1, 1, 1, 1};
+  return encoder(map, type, 4, const_cast<void*>(s.data), sizes, strides, box, element_strides,
+                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace flashsdpa::ptx

@@ -1,0 +1,53 @@
+// The bulk tensor copy engine (TMA): boxes of a 4-D tensor to and from shared memory, one thread issuing for all.
+// Elements outside the tensor read as zero and are not written, so ragged edges need no code.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flashsdpa::ptx {
+
+// Where a box starts: column, row, head, batch.
+struct BoxOrigin {
+  int32_t column, row, head, batch;
+};
+
+// Whether other blocks will read the same bytes soon: what the L2 cache should keep, and what it should give up first.
+enum class Reuse { kNone, kSoon };
+
+template <Reuse kReuse>
+__device__ inline uint64_t cache_policy() {
+  uint64_t policy;
+  if constexpr (kReuse == Reuse::kSoon) {
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+
+__device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch), "l"(policy)
+      : "memory");
+}
+
+__device__ inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxOrigin at) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
+               : "memory");
+}
+
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all stores of this thread have read their shared memory, which may then be written again.
+__device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ inline void tma_prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+}  // namespace flashsdpa::ptx

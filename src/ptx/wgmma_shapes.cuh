@@ -1,0 +1,354 @@
+// Written by tools/generate_wgmma.py: wgmma.m64nNk16 for each width N in use.
+//
+//   ss   A and B in shared memory, both described as in wgmma.cuh
+//   rs   A in registers: those of an accumulator of the same rows, rounded and packed in pairs
+// kTransB: B is MN-major. `accumulate`: 0 takes D as zero. Elements are bfloat16 or float16, by kBFloat16.
+#pragma once
+
+#include <cstdint>
+
+namespace flashsdpa::ptx {
+
+template <int kN>
+struct Wgmma;
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+template <>
+struct Wgmma<64> {
+  template <bool kBFloat16, int kTransB>
+  __device__ static void ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%32, %33, accumulate, 1, 1, 0, %35;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%32, %33, accumulate, 1, 1, 0, %35;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+  "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+  "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+template <>
+struct Wgmma<96> {
+  template <bool kBFloat16, int kTransB>
+  __device__ static void ss(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %50, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%48, %49, accumulate, 1, 1, 0, %51;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %50, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%48, %49, accumulate, 1, 1, 0, %51;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[48], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %53, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%48, %49, %50, %51}, %52, accumulate, 1, 1, %54;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %53, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%48, %49, %50, %51}, %52, accumulate, 1, 1, %54;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+  "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+  "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+  "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+template <>
+struct Wgmma<112> {
+  template <bool kBFloat16, int kTransB>
+  __device__ static void ss(float (&d)[56], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %58, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%56, %57, accumulate, 1, 1, 0, %59;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %58, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%56, %57, accumulate, 1, 1, 0, %59;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[56], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %61, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%56, %57, %58, %59}, %60, accumulate, 1, 1, %62;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %61, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%56, %57, %58, %59}, %60, accumulate, 1, 1, %62;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+  "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+  "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+  "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
+  "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+template <>
+struct Wgmma<128> {
+  template <bool kBFloat16, int kTransB>
+  __device__ static void ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%64, %65, accumulate, 1, 1, 0, %67;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%64, %65, accumulate, 1, 1, 0, %67;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %69, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %69, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, " \
+  "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, " \
+  "%90, %91, %92, %93, %94, %95 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+  "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+  "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+  "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
+  "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), \
+  "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), \
+  "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), \
+  "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), \
+  "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+template <>
+struct Wgmma<192> {
+  template <bool kBFloat16, int kTransB>
+  __device__ static void ss(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %98, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%96, %97, accumulate, 1, 1, 0, %99;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %98, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%96, %97, accumulate, 1, 1, 0, %99;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %101, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%96, %97, %98, %99}, %100, accumulate, 1, 1, %102;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %101, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%96, %97, %98, %99}, %100, accumulate, 1, 1, %102;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, " \
+  "%68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, " \
+  "%90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
+  "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+  "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+  "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+  "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
+  "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), \
+  "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), \
+  "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), \
+  "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), \
+  "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), \
+  "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), \
+  "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), \
+  "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), \
+  "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+template <>
+struct Wgmma<256> {
+  template <bool kBFloat16, int kTransB>
+  __device__ static void ss(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%128, %129, accumulate, 1, 1, 0, %131;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%128, %129, accumulate, 1, 1, 0, %131;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %133, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%128, %129, %130, %131}, %132, accumulate, 1, 1, %134;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %133, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%128, %129, %130, %131}, %132, accumulate, 1, 1, %134;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+}  // namespace flashsdpa::ptx
