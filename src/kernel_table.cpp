@@ -18,47 +18,17 @@ constexpr uint32_t kForwardFeatures = kCausal | kBand | kBoolMask | kBias | kGqa
 constexpr uint32_t kBackwardFeatures = kForwardFeatures | kBiasGrad | kLseGrad;
 
 // One CPU instruction set: four entries.
-#define FLASHSDPA_CPU_ENTRIES(set, isa)                                                                     \
-  {"flashsdpa_fwd_cpu_" #set,                                                                               \
-   "src/cpu/forward.h",                                                                                     \
-   Pass::kForward,                                                                                          \
-   Device::kCpu,                                                                                            \
-   isa,                                                                                                     \
-   kFloats,                                                                                                 \
-   kForwardFeatures,                                                                                        \
-   256,                                                                                                     \
-   64,                                                                                                      \
-   64,                                                                                                      \
-   "online softmax, up to 256 queries share each K/V tile, longest first",                                  \
-   set::forward_any},                                                                                       \
-      {"flashsdpa_decode_cpu_" #set,                                                                        \
-       "src/cpu/decode.h",                                                                                  \
-       Pass::kDecode,                                                                                       \
-       Device::kCpu,                                                                                        \
-       isa,                                                                                                 \
-       kFloats,                                                                                             \
-       kForwardFeatures,                                                                                    \
-       256,                                                                                                 \
-       64,                                                                                                  \
-       64,                                                                                                  \
-       "up to 16 rows share one pass over K/V, read in place; keys split over threads",                     \
-       set::decode_any},                                                                                    \
-      {"flashsdpa_bwd_cpu_" #set,                                                                           \
-       "src/cpu/backward.h",                                                                                \
-       Pass::kBackward,                                                                                     \
-       Device::kCpu,                                                                                        \
-       isa,                                                                                                 \
-       kFloats,                                                                                             \
-       kBackwardFeatures,                                                                                   \
-       256,                                                                                                 \
-       64,                                                                                                  \
-       64,                                                                                                  \
-       "five products per tile, no atomics",                                                                \
-       set::backward_any},                                                                                  \
-  {                                                                                                         \
-    "flashsdpa_mask_plan_cpu_" #set, "src/cpu/mask_plan_cpu.h", Pass::kMaskPlan, Device::kCpu, isa, kMasks, \
-        kBoolMask | kBias, 0, 64, 64, "one pass over the mask", set::mask_plan_any                          \
-  }
+// clang-format off
+#define FLASHSDPA_CPU_ENTRIES(set, isa)                                                                                \
+  {"flashsdpa_fwd_cpu_" #set, "src/cpu/forward.h", Pass::kForward, Device::kCpu, isa, kFloats, kForwardFeatures, 256,  \
+   64, 64, "online softmax, up to 256 queries share each K/V tile, longest first", set::forward_any},                  \
+  {"flashsdpa_decode_cpu_" #set, "src/cpu/decode.h", Pass::kDecode, Device::kCpu, isa, kFloats, kForwardFeatures, 256, \
+   64, 64, "up to 16 rows share one pass over K/V, read in place; keys split over threads", set::decode_any},          \
+  {"flashsdpa_bwd_cpu_" #set, "src/cpu/backward.h", Pass::kBackward, Device::kCpu, isa, kFloats, kBackwardFeatures,    \
+   256, 64, 64, "five products per tile, no atomics", set::backward_any},                                              \
+  {"flashsdpa_mask_plan_cpu_" #set, "src/cpu/mask_plan_cpu.h", Pass::kMaskPlan, Device::kCpu, isa, kMasks,             \
+   kBoolMask | kBias, 0, 64, 64, "one pass over the mask", set::mask_plan_any}
+// clang-format on
 
 // In ascending order of preference.
 constexpr KernelEntry kTable[] = {
@@ -76,7 +46,7 @@ constexpr KernelEntry kTable[] = {
     {"flashsdpa_fwd_sm90", "src/cuda/sm90/fwd_kernel.cuh", Pass::kForward, Device::kCuda, Isa::kSm90,
      bit(DType::kBFloat16) | bit(DType::kFloat16), kCausal | kBand | kGqa | kDeterministic, 256, 128, 128,
      "TMA producer, two or three wgmma consumers in turn, softmax under the products, longest first",
-     launch_forward_sm90},
+     launch_forward_sm90, describe_forward_sm90},
     {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,
      kMasks, kBoolMask | kBias, 0, 64, 64, "one pass over the mask, then lists", launch_mask_plan_sm90},
 #endif

@@ -30,6 +30,13 @@ struct Launch {
   const ThreadPool* pool = nullptr;  // CPU only
 };
 
+// What a kernel would do with one call, for explain.
+struct KernelDetail {
+  int32_t block_m, block_n, stages;
+  const char* order;  // in which its tiles are visited
+  bool tma[4];        // whether q, k, v and out go by TMA; else by ordinary loads and stores
+};
+
 struct KernelEntry {
   const char* name;    // what the profiler shows, e.g. flashsdpa_fwd_cpu_avx2
   const char* source;  // the file to read first
@@ -43,6 +50,8 @@ struct KernelEntry {
   const char* schedule;      // one phrase for explain
   // params: ForwardParams (kForward, kDecode), BackwardParams, MaskPlanParams. Returns null, or an error text.
   const char* (*launch)(const void* params, const Launch& launch);
+  // Null where the entry says it all. Reads no memory of the tensors: data may be any address of their alignment.
+  void (*describe)(const void* params, KernelDetail* detail) = nullptr;
 };
 
 // All entries of this build, and whether this machine can run one.

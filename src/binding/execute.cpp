@@ -139,7 +139,38 @@ Problem problem(const Call& call) {
   return p;
 }
 
+// A tensor as the kernel would be given it: where it has no memory, an address of the same alignment.
+template <class ViewType>
+ViewType view_of_plan(const Tensor& t, at::IntArrayRef strides, bool fresh) {
+  ViewType v;
+  const bool memory = !fresh && !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch();
+  const auto offset = fresh ? 0 : t.storage_offset() * static_cast<int64_t>(t.itemsize());
+  v.data = memory ? const_cast<void*>(t.const_data_ptr()) : reinterpret_cast<void*>(offset);
+  for (int axis = 0; axis < 4; ++axis) v.stride[axis] = strides[axis];
+  return v;
+}
+
 }  // namespace
+
+std::optional<KernelDetail> detail_of(const KernelEntry& entry, const Call& call) {
+  if (entry.describe == nullptr) return std::nullopt;
+  ForwardParams params;
+  params.problem = problem(call);
+  const auto input = [](const Tensor& t) {
+    const bool copied = needs_copy(t) || t.size(3) == 0;
+    const auto dense = dense_strides<int64_t>(sizes_of(t), t.strides());
+    return view_of_plan<ConstView>(t, copied ? at::IntArrayRef(dense) : t.strides(), copied);
+  };
+  params.q = input(call.query);
+  params.k = input(call.key);
+  params.v = input(call.value);
+  auto out_sizes = sizes_of(call.query);
+  out_sizes[3] = call.value.size(3);
+  params.out = view_of_plan<View>(call.query, dense_strides<int64_t>(out_sizes, call.query.strides()), /*fresh=*/true);
+  KernelDetail detail{};
+  entry.describe(&params, &detail);
+  return detail;
+}
 
 bool needs_copy(const Tensor& t) { return t.size(3) > 1 && t.stride(3) != 1; }
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 #include "call.h"
 #include "kernel_table.h"
@@ -14,5 +15,8 @@ inline std::atomic<int64_t> routed_calls{0};
 
 // Whether flashsdpa has to read a copy of `t` (its columns are not contiguous in memory).
 bool needs_copy(const Tensor& t);
+
+// What the forward kernel `entry` would do with the call; null where the entry says it all. Reads no tensor.
+std::optional<KernelDetail> detail_of(const KernelEntry& entry, const Call& call);
 
 }  // namespace flashsdpa

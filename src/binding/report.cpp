@@ -61,9 +61,22 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
   auto& config = explanation.config;
   config.emplace_back("pass", pass_name(entry.pass));
   config.emplace_back("isa", isa_name(entry.isa));
-  config.emplace_back("block_m", std::to_string(entry.block_m));
-  config.emplace_back("block_n", std::to_string(entry.block_n));
+  const auto detail = detail_of(entry, call);
+  config.emplace_back("block_m", std::to_string(detail ? detail->block_m : entry.block_m));
+  config.emplace_back("block_n", std::to_string(detail ? detail->block_n : entry.block_n));
   config.emplace_back("schedule", entry.schedule);
+  if (detail) {
+    config.emplace_back("stages", std::to_string(detail->stages) + " of K and of V");
+    config.emplace_back("order", detail->order);
+    std::string by_tma, plainly;
+    const char* names[] = {"query", "key", "value", "output"};
+    for (int i = 0; i < 4; ++i) {
+      std::string& list = detail->tma[i] ? by_tma : plainly;
+      list += (list.empty() ? "" : ", ") + std::string(names[i]);
+    }
+    if (!by_tma.empty()) config.emplace_back("by TMA", by_tma);
+    if (!plainly.empty()) config.emplace_back("not by TMA", plainly + " (alignment or strides)");
+  }
   if (call.device.is_cpu()) config.emplace_back("threads", std::to_string(at::get_num_threads()));
   if (needs_grad(call))
     if (const auto* backward = backward_entry(call)) config.emplace_back("backward", backward->name);

@@ -8,6 +8,7 @@
 namespace flashsdpa {
 
 const char* launch_forward_sm90(const void* params, const Launch& launch);    // ForwardParams
+void describe_forward_sm90(const void* params, KernelDetail* detail);
 const char* launch_mask_plan_sm90(const void* params, const Launch& launch);  // MaskPlanParams
 
 }  // namespace flashsdpa

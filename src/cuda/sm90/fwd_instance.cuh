@@ -22,7 +22,7 @@ const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, cudaStream
 template <int kDim, int kDimV, int kConsumers>
 constexpr FwdInstance fwd_make_instance() {
   using Tile = FwdTile<kDim, kDimV, kConsumers>;
-  return {Tile::kBlockM, Tile::kBlockN, fwd_launch_instance<DType::kBFloat16, kDim, kDimV, kConsumers>,
+  return {Tile::kBlockM, Tile::kBlockN, Tile::kStages, fwd_launch_instance<DType::kBFloat16, kDim, kDimV, kConsumers>,
           fwd_launch_instance<DType::kFloat16, kDim, kDimV, kConsumers>};
 }
 

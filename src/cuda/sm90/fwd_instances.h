@@ -9,7 +9,7 @@
 namespace flashsdpa {
 
 struct FwdInstance {
-  int block_m, block_n;
+  int block_m, block_n, stages;
   // `blocks` thread blocks share the tiles. Null, or an error text.
   const char* (*launch_bfloat16)(const FwdArgs& args, uint32_t blocks, cudaStream_t stream);
   const char* (*launch_float16)(const FwdArgs& args, uint32_t blocks, cudaStream_t stream);

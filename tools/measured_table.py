@@ -1,0 +1,105 @@
+"""Write the README's tables of measurements from the recorded runs in benchmarks/results, between their marks.
+
+    python tools/measured_table.py           # rewrites README.md
+    python tools/measured_table.py --check   # exit code 1 if the README does not agree with the records
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+MARK, END = "<!-- measured: {} -->", "<!-- end of measured: {} -->"
+
+
+def markdown(lines):
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+
+
+def milliseconds(ms):
+    return f"{ms * 1e3:.1f} µs" if ms < 0.5 else f"{ms:.3g} ms"
+
+
+def cpu_table():
+    """Stock / ours = ratio for each cell; one column for each machine's newest record of the grid "cpu"."""
+    runs = {}
+    for path in sorted(RESULTS.glob("*-cpu.json")):
+        run = json.loads(path.read_text())
+        runs[path.name[11:]] = run  # without the date: the newest of a machine wins
+    cells, memory = {}, []
+    for run in runs.values():
+        for row in run["rows"]:
+            if row.get("section") in ("dense", "mask", "decode", "host") and "ms" in row:
+                cell = cells.setdefault((row["case"], row["dtype"], row["pass"]), {})
+                cell.setdefault(run["machine"], {})[row["impl"]] = row
+    machines = [run["machine"] for run in runs.values()]
+    lines = [["case", "dtype", "pass", *(f"{run['machine'].split(',')[0]} ({run['isa']}), torch {run['torch'].split('+')[0]}" for run in runs.values())]]
+    for (case, dtype, name), by_machine in cells.items():
+        texts = []
+        for machine in machines:
+            rows = by_machine.get(machine, {})
+            if "ratio" not in rows.get("flashsdpa", {}):
+                texts.append("-")
+                continue
+            ours, stock = rows["flashsdpa"], rows["stock"]
+            texts.append(f"{milliseconds(stock['ms'])} / {milliseconds(ours['ms'])} = {ours['ratio']:.2f}x")
+        lines.append([case, dtype, name, *texts])
+    for run in runs.values():
+        rows = [r for r in run["rows"] if r.get("section") == "memory" and r["impl"] == "flashsdpa" and r.get("peak_mib")]
+        if rows:
+            sizes = ", ".join(f"{r['case'].split()[-1]} {r['peak_mib']:.0f} MiB" for r in rows)
+            memory.append(f"{run['machine'].split(',')[0]}: {sizes}")
+    text = markdown(lines)
+    if memory:
+        text += "\n\nPeak memory above the inputs, float32 D64 H8, forward and backward: " + "; ".join(memory) + "."
+    return text
+
+
+def gpu_table():
+    """TFLOP/s of every implementation in the newest record of benchmarks/forward.py."""
+    path = max(RESULTS.glob("*-forward.json"), default=None)
+    if path is None:
+        return "No run is recorded yet."
+    run = json.loads(path.read_text())
+    names = [n for n in ("flashsdpa", "stock", "cudnn", "flash", "efficient", "fa3") if any(r["impl"] == n for r in run["rows"])]
+    cells = {}
+    for row in run["rows"]:
+        cells.setdefault(row["case"], {})[row["impl"]] = row
+    lines = [["case", *names, "ours / best rival"]]
+    shares = []
+    for case, rows in cells.items():
+        speed = {name: rows[name]["tflops"] for name in names if "tflops" in rows.get(name, {})}
+        best = max(value for name, value in speed.items() if name != "flashsdpa")
+        share = speed["flashsdpa"] / best if "flashsdpa" in speed else None
+        shares.append(share or 0.0)
+        lines.append([case, *(f"{speed[n]:.0f}" if n in speed else "-" for n in names), f"{share:.2f}" if share else "-"])
+    mean = 1.0
+    for share in shares:
+        mean *= share ** (1 / len(shares))
+    return (markdown(lines) + f"\n\n{run['machine']}, driver {run['driver']}, torch {run['torch']}, bfloat16, TFLOP/s. Least of "
+            f"\"ours / best rival\" {min(shares):.2f}, geometric mean {mean:.2f}.")  # fmt: skip
+
+
+TABLES = {"cpu": cpu_table, "gpu forward": gpu_table}
+
+
+def main(arguments):
+    text = fresh = README.read_text()
+    for name, table in TABLES.items():
+        before, mark, rest = fresh.partition(MARK.format(name))
+        _, end, after = rest.partition(END.format(name))
+        if not (mark and end):
+            print(f"{README.name} lacks the marks of the table {name!r}")
+            return 1
+        fresh = f"{before}{mark}\n{table()}\n{end}{after}"
+    if "--check" in arguments:
+        if fresh != text:
+            print("README.md's measurements differ from benchmarks/results; run `python tools/measured_table.py`")
+        return int(fresh != text)
+    README.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
