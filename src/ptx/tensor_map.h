@@ -9,8 +9,8 @@
 
 namespace flashsdpa::ptx {
 
-// A tensor (batch, head, row, column) of 16-bit elements with unit column stride, cut into boxes of `box_rows` rows of 64 columns
-// with the 128-byte swizzle. Strides in bytes, multiples of 16.
+// A tensor (batch, head, row, column) of 16-bit elements with unit column stride, cut into boxes of `box_rows` rows of
+// 64 columns with the 128-byte swizzle. Strides in bytes, multiples of 16.
 struct TensorMapShape {
   const void* data;
   uint64_t columns, rows, heads, batch;
@@ -26,7 +26,8 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     cudaDriverEntryPointQueryResult found{};
     constexpr unsigned kCudaVersion = 12000;
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kCudaVersion, cudaEnableDefault, &found);
-    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function) : nullptr;
+    if (found != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   return encoder;
 }

@@ -27,7 +27,8 @@ __device__ inline uint64_t cache_policy() {
   return policy;
 }
 
-__device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint32_t barrier, uint64_t policy) {
+__device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint32_t barrier,
+                                uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),

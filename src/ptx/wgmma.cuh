@@ -1,7 +1,8 @@
 // Warpgroup matrix products D (64 x N, float32, registers) += A (64 x 16) * B (16 x N), asynchronous.
 //
 // Use: fence, issue any number, commit, wait. Between issue and wait nobody touches the accumulators or the registers
-// of A. Accumulator i of a lane is row 16 * warp + lane / 4 + 8 * ((i / 2) % 2), column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+// of A. Accumulator i of a lane is row 16 * warp + lane / 4 + 8 * ((i / 2) % 2),
+// column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 #pragma once
 
 #include <cstdint>
@@ -27,17 +28,17 @@ __device__ inline void wgmma_settle(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// A copy that the compiler does not merge with its source: registers of A must not be written while a product reads them, and
-// a merged copy would write them where the source is computed.
+// A copy that the compiler does not merge with its source: registers of A must not be written while a product reads
+// them, and a merged copy would write them where the source is computed.
 __device__ inline uint32_t wgmma_register_copy(uint32_t source) {
   uint32_t copy;
   asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(source));
   return copy;
 }
 
-// A shared-memory operand in tiles of 128-byte rows with the 128-byte swizzle, as TMA writes them: 8 rows are 1024 bytes.
+// A shared-memory operand in tiles of 128-byte rows with the 128-byte swizzle, as TMA writes them (8 rows: 1024 bytes).
 //   K-major (Q and K of Q K^T): 64 elements of k a row; `group_bytes` unused; 16 elements of k further is 32 bytes.
-//   MN-major (V of P V): 64 columns a row, 16 rows of k further is 2048 bytes; `group_bytes` from 64 columns to the next.
+//   MN-major (V of P V): 64 columns a row; 16 rows of k further is 2048 bytes; `group_bytes` to the next 64 columns.
 __device__ inline uint64_t wgmma_operand(uint32_t shared, uint32_t group_bytes = 16) {
   constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
   return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(group_bytes >> 4) << 16 | (kEightRows >> 4) << 32 |

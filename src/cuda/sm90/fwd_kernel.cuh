@@ -3,9 +3,9 @@
 //   warpgroup 0         producer: keeps the stages of K and V, and Q of the next tile, filled
 //   warpgroups 1..      consumers, 64 queries each: S = Q K^T (shared x shared), softmax, O += P V (registers x shared)
 //
-// Two things hide the softmax behind the tensor cores (NOTES.md has the picture and the numbers). Within a consumer, S of
-// the next key block is under way with P V of the last one. Between consumers, named barriers let one issue its products
-// at a time, so that the softmax of one runs under the products of another.
+// Two things hide the softmax behind the tensor cores (NOTES.md has the picture and the numbers). Within a consumer, S
+// of the next key block is under way with P V of the last one. Between consumers, named barriers let one issue its
+// products at a time, so that the softmax of one runs under the products of another.
 #pragma once
 
 #include "../../params.h"
@@ -172,7 +172,8 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     for (int step = 0; step < Tile::kDim / 16; ++step) {
       const int box = step / 4, within = step % 4 * 32;  // 16 columns are 32 bytes, a box has four times 16
       ptx::Wgmma<kBlockN>::template ss<kBFloat16, 0>(s, ptx::wgmma_advance(a, box * Tile::kQueryBoxBytes + within),
-                                                     ptx::wgmma_advance(b, box * Tile::kKeyBoxBytes + within), step > 0);
+                                                     ptx::wgmma_advance(b, box * Tile::kKeyBoxBytes + within),
+                                                     step > 0);
     }
     ptx::wgmma_commit();
   };
@@ -181,7 +182,8 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     const uint64_t b = ptx::wgmma_operand(shared.v(v_ring.stage()), Tile::kKeyBoxBytes);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<Tile::kDimV>::template rs<kBFloat16, 1>(o, p[step], ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), 1);
+      ptx::Wgmma<Tile::kDimV>::template rs<kBFloat16, 1>(o, p[step],
+                                                         ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), 1);
     }
     ptx::wgmma_commit();
   };
@@ -259,8 +261,8 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         free_stage(shared.empty_k(k_ring.stage()));
         k_ring.advance();
         mask(n);
-        // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the exponentials before
-        // the wait for it: within a straight run of instructions the compiler moves the wait up.
+        // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the
+        // exponentials before the wait for it: in a straight run of instructions the compiler moves the wait up.
         uint32_t next_p[kBlockN / 16][4];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

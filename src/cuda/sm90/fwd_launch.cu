@@ -46,7 +46,8 @@ const char* describe(const void* data, const int64_t (&stride)[4], const TensorS
     return nullptr;
   }
   const auto suits = [&](int64_t bytes) { return bytes > 0 && bytes % kAlign == 0 && bytes < kMaxStride; };
-  tensor->tma = reinterpret_cast<uintptr_t>(data) % kAlign == 0 && suits(row_bytes) && suits(head_bytes) && suits(batch_bytes);
+  tensor->tma = reinterpret_cast<uintptr_t>(data) % kAlign == 0 && suits(row_bytes) && suits(head_bytes) &&
+                suits(batch_bytes);
   if (!tensor->tma) return nullptr;
   const ptx::TensorMapShape shape{
       data, static_cast<uint64_t>(size.columns), static_cast<uint64_t>(size.rows),
@@ -58,8 +59,8 @@ const char* describe(const void* data, const int64_t (&stride)[4], const TensorS
   return "flashsdpa_fwd_sm90: the driver refused a tensor map (cuTensorMapEncodeTiled, CUDA 12.0 or newer)";
 }
 
-// Section: as many heads as fit the cache with their K and V. Without a band every tile costs the same and one group of
-// heads at a time is best for the cache; with one, longest first.
+// Section: as many heads as fit the cache with their K and V. Without a band every tile costs the same, and one group
+// of heads at a time is best for the cache.
 FwdOrder make_order(const Problem& p, int block_m) {
   const int64_t heads = p.batch * p.heads_q, group = p.heads_q / p.heads_kv;
   const int64_t bytes_per_head = std::max<int64_t>(1, p.seq_k * (p.dim + p.dim_v) * 2);
@@ -75,13 +76,17 @@ FwdOrder make_order(const Problem& p, int block_m) {
 
 enum class Deal { kOnce, kStatic, kDynamic };  // one tile a block; tiles dealt out in turn; as blocks get free
 
-Deal pick_deal(const ForwardParams& f) { return f.counter ? Deal::kDynamic : f.problem.band.open() ? Deal::kStatic : Deal::kOnce; }
+Deal pick_deal(const ForwardParams& f) {
+  if (f.counter) return Deal::kDynamic;
+  return f.problem.band.open() ? Deal::kStatic : Deal::kOnce;  // unequal tiles dealt out in turn would end unevenly
+}
 
 const char* refuse(const Problem& p) {
   if (p.mask.data) return "flashsdpa_fwd_sm90 takes no attn_mask; use the stock backend";
   if (p.dim < 1 || p.dim > kMaxDim || p.dim_v < 1 || p.dim_v > kMaxDim)
     return "flashsdpa_fwd_sm90 takes head dims from 1 to 256; use the stock backend";
-  if (p.seq_q > kMaxLength || p.seq_k > kMaxLength) return "flashsdpa_fwd_sm90 takes sequences up to 2^29; use the stock backend";
+  if (p.seq_q > kMaxLength || p.seq_k > kMaxLength)
+    return "flashsdpa_fwd_sm90 takes sequences up to 2^29; use the stock backend";
   return nullptr;
 }
 
@@ -101,7 +106,8 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   const char* error = describe(f.q.data, f.q.stride, q_size, p.dtype, kConsumerRowsOfBox, &args.q, &args.map_q);
   if (!error) error = describe(f.k.data, f.k.stride, k_size, p.dtype, instance.block_n, &args.k, &args.map_k);
   if (!error) error = describe(f.v.data, f.v.stride, v_size, p.dtype, instance.block_n, &args.v, &args.map_v);
-  if (!error) error = describe(f.out.data, f.out.stride, out_size, p.dtype, kConsumerRowsOfBox, &args.out, &args.map_out);
+  if (!error)
+    error = describe(f.out.data, f.out.stride, out_size, p.dtype, kConsumerRowsOfBox, &args.out, &args.map_out);
   if (error) return error;
 
   const int64_t tiles = ceil_div(p.seq_q, instance.block_m) * p.batch * p.heads_q;
@@ -112,7 +118,7 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   args.group = static_cast<int32_t>(p.heads_q / p.heads_kv);
   args.seq_q = static_cast<int32_t>(p.seq_q);
   args.seq_k = static_cast<int32_t>(p.seq_k);
-  // A limit beyond the last key for the first query, or before the first key for the last query, may as well be just there.
+  // A limit beyond the last key for the first query, or before the first key for the last one, may as well be there.
   args.band_lo = static_cast<int32_t>(std::clamp(p.band.lo, -p.seq_q, p.seq_k));
   args.band_hi = static_cast<int32_t>(std::clamp(p.band.hi, -p.seq_q, p.seq_k));
   args.scale = p.scale == 0 ? 1.f : static_cast<float>(std::fabs(p.scale));

@@ -1,6 +1,7 @@
 // Online softmax over one block of scores in the accumulator layout of wgmma, two rows a lane.
 //
-// Element i of a lane is row (i / 2) % 2 of its two, column 8 * (i / 4) + 2 * (lane % 4) + i % 2; four lanes share a row.
+// Element i of a lane is row (i / 2) % 2 of its two, column 8 * (i / 4) + 2 * (lane % 4) + i % 2; four lanes share a
+// row.
 #pragma once
 
 #include <cstdint>
@@ -43,9 +44,10 @@ __device__ inline void mask_before(float (&s)[kCount], const int (&limit)[2]) {
   for (int i = 0; i < kCount; ++i) s[i] = score_column(i) < limit[score_row(i)] ? kMinusInfinity : s[i];
 }
 
-// The usual online softmax takes the maximum of every block before its exponentials. Any reference will do that keeps exp2
-// within range, so here the exponentials come first, relative to the reference that the row has, and only if their sum
-// shows that the row has outgrown it is the maximum taken, and the row done again. That is rare after the first block.
+// The usual online softmax takes the maximum of every block before its exponentials. But any reference will do that
+// keeps exp2 within range. So here the exponentials come first, relative to the reference that the row has; only if
+// their sum shows that the row has outgrown it, the maximum is taken and the row done again. That is rare after the
+// first block.
 struct OnlineSoftmax {
   float max[2] = {kMinusInfinity, kMinusInfinity};    // the reference: a maximum of scores before scaling
   float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled
@@ -53,7 +55,8 @@ struct OnlineSoftmax {
 
   // P of one row of a block, packed in pairs as the A operand of the next product; returns the lane's sum of it.
   template <bool kBFloat16, int kCount>
-  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4]) const {
+  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2,
+                                uint32_t (&p)[kCount / 8][4]) const {
     float total[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 2 * row; i < kCount; i += 4) {
@@ -66,8 +69,8 @@ struct OnlineSoftmax {
     return total[0] + total[1];
   }
 
-  // Whether all lanes of the warp may keep what they have: a sum within the limit has no term beyond it. False for NaN, which
-  // a row without a key gives: its shift is -inf.
+  // Whether all lanes of the warp may keep what they have: a sum within the limit has no term beyond it. False for NaN,
+  // which a row without a key gives: its shift is -inf.
   __device__ static bool within_range(float total) {
     constexpr float kLimit = 256.f;  // exact in every type, and far from the largest float16
     return __all_sync(0xffffffffu, total <= kLimit);

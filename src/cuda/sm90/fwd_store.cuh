@@ -9,9 +9,10 @@ namespace flashsdpa {
 // Through shared memory: the tile in the layout of a TMA box, one thread issues the store. The caller has made sure
 // that the previous store has read this memory.
 template <typename Tile, bool kBFloat16>
-__device__ inline void stage_out(uint32_t shared, const float (&o)[Tile::kDimV / 2], const float (&factor)[2], int thread) {
+__device__ inline void stage_out(uint32_t shared, const float (&o)[Tile::kDimV / 2], const float (&factor)[2],
+                                 int thread) {
   const int lane = thread % ptx::kWarpLanes, warp = thread / ptx::kWarpLanes;
-  const int row = warp * 16 + lane % 16, half = lane / 16;  // the row whose address this lane gives, of 8 or 8 more columns
+  const int row = warp * 16 + lane % 16, half = lane / 16;  // whose address this lane gives: of 8 columns, or 8 more
 #pragma unroll
   for (int j = 0; j < Tile::kDimV / 16; ++j) {
     uint32_t r[4];
