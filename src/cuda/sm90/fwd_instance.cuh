@@ -8,12 +8,16 @@
 namespace flashsdpa {
 
 template <DType kType, int kDim, int kDimV, int kConsumers>
-const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, cudaStream_t stream) {
+const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
   using Tile = FwdTile<kDim, kDimV, kConsumers>;
   const auto kernel = flashsdpa_fwd_sm90<kType, kDim, kDimV, kConsumers>;
-  if (const char* error = error_text(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes))) {
-    return error;
+  static std::atomic<uint64_t> allowed{0};  // bit per device on which the kernel may take its shared memory
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (!(allowed.load(std::memory_order_relaxed) & bit)) {
+    const char* error = error_text(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes));
+    if (error) return error;
+    allowed.fetch_or(bit, std::memory_order_relaxed);
   }
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
   return error_text(cudaGetLastError());

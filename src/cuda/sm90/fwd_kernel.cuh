@@ -11,6 +11,7 @@
 #include "../../params.h"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/wgmma.cuh"
+#include "fwd_delays.cuh"
 #include "fwd_load.cuh"
 #include "fwd_schedule.cuh"
 #include "fwd_softmax.cuh"
@@ -163,6 +164,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   uint32_t p[kBlockN / 16][4];
 
   const auto free_stage = [&](uint32_t barrier) {
+    fwd_delay(FwdPoint::kFree);
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
   // S = Q K^T of the stage in turn.
@@ -236,6 +238,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     if (!work.empty()) {
       ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
       ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
+      fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_scores();
       ptx::wgmma_wait<0>();
@@ -249,6 +252,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll 1
       for (int n = work.last - 2; n >= work.first; --n) {
         ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
+        fwd_delay(FwdPoint::kKeyThere);
         turn.wait();
         ptx::wgmma_fence();
         issue_scores();
@@ -305,11 +309,13 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     // The output of a tile without keys cannot go through Q's memory: Q of the next tile may be there already.
     if (args.out.tma && (Tile::kOwnOut || !work.empty())) {
       // Own staging memory: the store of the tile before must have read it. Q's memory: all warps must be done with Q.
+      fwd_delay(FwdPoint::kStore);
       if (elected) ptx::tma_store_wait_read();
       ptx::barrier_sync(out_barrier, ptx::kWarpgroupThreads);
       stage_out<Tile, kBFloat16>(shared.out(consumer), o, factor, thread);
       ptx::fence_proxy_shared();
       ptx::barrier_sync(out_barrier, ptx::kWarpgroupThreads);
+      fwd_delay(FwdPoint::kStore);
       if (elected && row < args.seq_q) store_staged<Tile>(shared.out(consumer), args, row, work.head, work.batch);
     } else {
       store_plain<Tile, kBFloat16>(args.out, o, factor, row, work.head, work.batch, thread);
@@ -318,6 +324,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     if constexpr (!Tile::kOwnOut) {
       if (elected && !work.empty()) {
         ptx::tma_store_wait_read();
+        fwd_delay(FwdPoint::kFree);
         ptx::mbarrier_arrive(shared.empty_q(consumer));
       }
     }
@@ -334,6 +341,7 @@ __global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers>::kThreads), 
   // The same for all threads of a warp, and told so to the compiler.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / ptx::kWarpgroupThreads, 0);
   const int thread = threadIdx.x % ptx::kWarpgroupThreads;
+  fwd_poison<Tile::kSharedBytes>(ptx::shared_address(memory));
   if (threadIdx.x == 0) fwd_init_barriers(shared);
   __syncthreads();
 

@@ -31,32 +31,52 @@ struct TensorSizes {
   int64_t batch, heads, rows, columns;
 };
 
-// Describes a tensor for the kernel and, where TMA can reach it, encodes its map.
-const char* describe(const void* data, const int64_t (&stride)[4], const TensorSizes& size, DType dtype, int box_rows,
-                     FwdTensor* tensor, CUtensorMap* map) {
-  constexpr int64_t kAlign = 16, kMaxStride = int64_t{1} << 40;
+constexpr int64_t kTmaAlign = 16;
+
+// How the kernel reaches a tensor. TMA wants a base and strides that are multiples of 16 bytes; an axis of stride 0 is left
+// out of its map.
+FwdTensor reach(const void* data, const int64_t (&stride)[4], const TensorSizes& size) {
+  constexpr int64_t kMaxStride = int64_t{1} << 40;
   const auto used = [](int64_t length, int64_t step) { return length > 1 && step != 0; };
-  const bool by_batch = used(size.batch, stride[0]), by_head = used(size.heads, stride[1]);
-  const int64_t row_bytes = size.rows > 1 ? stride[2] * 2 : kAlign;
-  const int64_t head_bytes = by_head ? stride[1] * 2 : kAlign, batch_bytes = by_batch ? stride[0] * 2 : kAlign;
-  *tensor = {static_cast<uint16_t*>(const_cast<void*>(data)), stride[0], stride[1], stride[2],
-             static_cast<int32_t>(size.rows), static_cast<int32_t>(size.columns), by_batch, by_head, false};
-  if (size.rows == 0) {  // nothing of it is ever read
-    tensor->tma = true;
-    return nullptr;
-  }
-  const auto suits = [&](int64_t bytes) { return bytes > 0 && bytes % kAlign == 0 && bytes < kMaxStride; };
-  tensor->tma = reinterpret_cast<uintptr_t>(data) % kAlign == 0 && suits(row_bytes) && suits(head_bytes) &&
-                suits(batch_bytes);
-  if (!tensor->tma) return nullptr;
+  const auto suits = [](int64_t step) { return step > 0 && step * 2 % kTmaAlign == 0 && step * 2 < kMaxStride; };
+  FwdTensor tensor{static_cast<uint16_t*>(const_cast<void*>(data)), stride[0], stride[1], stride[2],
+                   static_cast<int32_t>(size.rows), static_cast<int32_t>(size.columns), used(size.batch, stride[0]),
+                   used(size.heads, stride[1]), true};
+  if (size.rows == 0) return tensor;  // nothing of it is ever read
+  tensor.tma = reinterpret_cast<uintptr_t>(data) % kTmaAlign == 0 && (size.rows == 1 || suits(stride[2])) &&
+               (!tensor.map_head || suits(stride[1])) && (!tensor.map_batch || suits(stride[0]));
+  return tensor;
+}
+
+// The tensor map of a tensor that TMA can reach.
+const char* encode(const FwdTensor& tensor, const TensorSizes& size, DType dtype, int box_rows, CUtensorMap* map) {
+  if (!tensor.tma || size.rows == 0) return nullptr;
+  const auto length = [](bool used, int64_t n) { return used ? static_cast<uint64_t>(n) : 1; };
+  const auto bytes = [](bool used, int64_t step) { return static_cast<uint64_t>(used ? step * 2 : kTmaAlign); };
   const ptx::TensorMapShape shape{
-      data, static_cast<uint64_t>(size.columns), static_cast<uint64_t>(size.rows),
-      by_head ? static_cast<uint64_t>(size.heads) : 1, by_batch ? static_cast<uint64_t>(size.batch) : 1,
-      static_cast<uint64_t>(row_bytes), static_cast<uint64_t>(head_bytes), static_cast<uint64_t>(batch_bytes),
-      static_cast<uint32_t>(box_rows)};
+      tensor.data, static_cast<uint64_t>(size.columns), static_cast<uint64_t>(size.rows),
+      length(tensor.map_head, size.heads), length(tensor.map_batch, size.batch),
+      bytes(size.rows > 1, tensor.stride_row), bytes(tensor.map_head, tensor.stride_head),
+      bytes(tensor.map_batch, tensor.stride_batch), static_cast<uint32_t>(box_rows)};
   const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   if (ptx::encode_tensor_map(map, type, shape)) return nullptr;
   return "flashsdpa_fwd_sm90: the driver refused a tensor map (cuTensorMapEncodeTiled, CUDA 12.0 or newer)";
+}
+
+struct FwdSizes {
+  TensorSizes q, k, v, out;
+  explicit FwdSizes(const Problem& p)
+      : q{p.batch, p.heads_q, p.seq_q, p.dim},
+        k{p.batch, p.heads_kv, p.seq_k, p.dim},
+        v{p.batch, p.heads_kv, p.seq_k, p.dim_v},
+        out{p.batch, p.heads_q, p.seq_q, p.dim_v} {}
+};
+
+void reach_all(const ForwardParams& f, const FwdSizes& size, FwdArgs* args) {
+  args->q = reach(f.q.data, f.q.stride, size.q);
+  args->k = reach(f.k.data, f.k.stride, size.k);
+  args->v = reach(f.v.data, f.v.stride, size.v);
+  args->out = reach(f.out.data, f.out.stride, size.out);
 }
 
 // Section: as many heads as fit the cache with their K and V. Without a band every tile costs the same, and one group
@@ -96,18 +116,18 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   const ForwardParams& f = *static_cast<const ForwardParams*>(params);
   const Problem& p = f.problem;
   if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0) return nullptr;
-  if (const char* reason = refuse_unless_sm90()) return reason;
+  CurrentDevice device;
+  if (const char* reason = find_sm90_device(&device)) return reason;
   if (const char* reason = refuse(p)) return reason;
   const FwdInstance& instance = pick_instance(p);
 
   FwdArgs args{};
-  const TensorSizes q_size{p.batch, p.heads_q, p.seq_q, p.dim}, k_size{p.batch, p.heads_kv, p.seq_k, p.dim};
-  const TensorSizes v_size{p.batch, p.heads_kv, p.seq_k, p.dim_v}, out_size{p.batch, p.heads_q, p.seq_q, p.dim_v};
-  const char* error = describe(f.q.data, f.q.stride, q_size, p.dtype, kConsumerRowsOfBox, &args.q, &args.map_q);
-  if (!error) error = describe(f.k.data, f.k.stride, k_size, p.dtype, instance.block_n, &args.k, &args.map_k);
-  if (!error) error = describe(f.v.data, f.v.stride, v_size, p.dtype, instance.block_n, &args.v, &args.map_v);
-  if (!error)
-    error = describe(f.out.data, f.out.stride, out_size, p.dtype, kConsumerRowsOfBox, &args.out, &args.map_out);
+  const FwdSizes size(p);
+  reach_all(f, size, &args);
+  const char* error = encode(args.q, size.q, p.dtype, kConsumerRowsOfBox, &args.map_q);
+  if (!error) error = encode(args.k, size.k, p.dtype, instance.block_n, &args.map_k);
+  if (!error) error = encode(args.v, size.v, p.dtype, instance.block_n, &args.map_v);
+  if (!error) error = encode(args.out, size.out, p.dtype, kConsumerRowsOfBox, &args.map_out);
   if (error) return error;
 
   const int64_t tiles = ceil_div(p.seq_q, instance.block_m) * p.batch * p.heads_q;
@@ -124,19 +144,26 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   args.scale = p.scale == 0 ? 1.f : static_cast<float>(std::fabs(p.scale));
   args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
 
-  int device = 0, processors = 0;
-  error = error_text(cudaGetDevice(&device));
-  if (!error) error = error_text(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  if (error) return error;
   const auto stream = static_cast<cudaStream_t>(launch.stream);
-  const Deal deal = args.order.tiles <= static_cast<uint32_t>(processors) ? Deal::kOnce : pick_deal(f);
+  const Deal deal = args.order.tiles <= static_cast<uint32_t>(device.processors) ? Deal::kOnce : pick_deal(f);
   if (deal == Deal::kDynamic) {
     args.counter = reinterpret_cast<uint32_t*>(f.counter);
     if ((error = error_text(cudaMemsetAsync(args.counter, 0, sizeof *args.counter, stream)))) return error;
   }
-  const uint32_t blocks = deal == Deal::kOnce ? args.order.tiles : static_cast<uint32_t>(processors);
+  const uint32_t blocks = deal == Deal::kOnce ? args.order.tiles : static_cast<uint32_t>(device.processors);
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
-  return run(args, blocks, stream);
+  return run(args, blocks, device.number, stream);
+}
+
+void describe_forward_sm90(const void* params, KernelDetail* detail) {
+  const ForwardParams& f = *static_cast<const ForwardParams*>(params);
+  const FwdInstance& instance = pick_instance(f.problem);
+  FwdArgs args{};
+  reach_all(f, FwdSizes(f.problem), &args);
+  *detail = {instance.block_m, instance.block_n, instance.stages,
+             f.problem.band.open() ? "a head's tiles together, taken as blocks get free"
+                                   : "longest tiles first, taken as blocks get free",
+             {args.q.tma, args.k.tma, args.v.tma, args.out.tma}};
 }
 
 }  // namespace flashsdpa

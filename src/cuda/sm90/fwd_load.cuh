@@ -6,6 +6,7 @@
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "fwd_args.h"
+#include "fwd_delays.cuh"
 #include "fwd_tiles.h"
 
 namespace flashsdpa {
@@ -47,6 +48,7 @@ __device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor,
 template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
 __device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
                                  FwdOrigin at, int thread) {
+  fwd_delay(FwdPoint::kLoad);
   if (kAlone || tensor.tma) {
     if (kAlone || thread == 0) {
       ptx::mbarrier_arrive_expect(barrier, kBoxes * kRows * kBoxRowBytes);

@@ -65,7 +65,8 @@ const char* launch_mask_plan_sm90(const void* params, const Launch& launch) {
   const MaskView& mask = p.mask;
   const int64_t plans = mask.size[0] * mask.size[1];
   if (plans == 0) return nullptr;
-  if (const char* reason = refuse_unless_sm90()) return reason;
+  CurrentDevice device;
+  if (const char* reason = find_sm90_device(&device)) return reason;
 
   MaskPlanArgs args{};
   args.mask = mask.data;
