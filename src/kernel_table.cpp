@@ -64,6 +64,14 @@ const KernelEntry* kernel_table(int* count) {
   return kTable;
 }
 
+int compute_capability([[maybe_unused]] int cuda_device) {
+#if defined(FLASHSDPA_HAVE_CUDA)
+  return cuda_compute_capability(cuda_device);
+#else
+  return 0;
+#endif
+}
+
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::kPortable: return "portable";

@@ -61,6 +61,8 @@ const char* isa_name(Isa isa);
 // The best entry of `pass` on `device` for `dtype` that this machine can run; null if none. For CUDA the caller gives
 // the compute capability (90); CPU ignores it.
 const KernelEntry* find_kernel(Pass pass, Device device, DType dtype, int compute_capability);
+// The compute capability of a CUDA device (90 for 9.0); 0 without such a device, or in a build without CUDA kernels.
+int compute_capability(int cuda_device);
 const char* library_version();
 const char* library_build();  // compilers, CUDA version or "none", one line
 

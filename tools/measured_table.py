@@ -18,7 +18,7 @@ def markdown(lines):
 
 
 def milliseconds(ms):
-    return f"{ms * 1e3:.1f} µs" if ms < 0.5 else f"{ms:.3g} ms"
+    return f"{ms * 1e3:.1f} µs" if ms < 0.5 else f"{ms:.3g} ms" if ms < 100 else f"{ms:.0f} ms"
 
 
 def cpu_table():

@@ -8,8 +8,15 @@ namespace flashsdpa {
 
 namespace {
 
-// The Hopper kernels are the only CUDA family in the table.
-constexpr int kComputeCapability = 90;
+// The Hopper kernels are the only CUDA family in the table. On a machine without a GPU, where only fake tensors and
+// explain() ask, the answer is theirs.
+constexpr int kHopper = 90;
+
+int capability_of(const at::Device& device) {
+  if (!device.is_cuda()) return 0;
+  const int found = compute_capability(device.has_index() ? device.index() : 0);
+  return found == 0 ? kHopper : found;
+}
 
 // At most this many query rows per key head count as decoding: the keys are then split among the workers.
 constexpr int64_t kDecodeRows = 16;
@@ -42,10 +49,10 @@ bool check_transform(const char* name, const Tensor& t, Reasons& reasons) {
 }
 
 // The dtypes that some forward kernel of this machine takes on `device`.
-std::string supported_dtypes(Device device) {
+std::string supported_dtypes(const at::Device& device) {
   std::vector<std::string> names;
   for (at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble})
-    if (find_kernel(Pass::kForward, device, *to_dtype(type), kComputeCapability)) names.push_back(dtype_name(type));
+    if (table_entry(Pass::kForward, device, type)) names.push_back(dtype_name(type));
   return names.empty() ? "none in this build" : join(names, ", ");
 }
 
@@ -134,7 +141,7 @@ const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarTy
   const auto where = to_device(device);
   const auto type = to_dtype(dtype);
   if (!where || !type) return nullptr;
-  return find_kernel(pass, *where, *type, *where == Device::kCuda ? kComputeCapability : 0);
+  return find_kernel(pass, *where, *type, capability_of(device));
 }
 
 void check_transforms(const Call& call, Reasons& reasons) {
@@ -168,9 +175,12 @@ bool check_kinds(const Call& call, Reasons& reasons) {
     if (!device.is_meta()) reasons.add("device is ", device, "; supported: cpu, cuda");
     return readable;
   }
-  if (table_entry(Pass::kForward, device, dtype) == nullptr)
+  if (const int capability = capability_of(device); device.is_cuda() && capability != kHopper)
+    reasons.add("the GPU has compute capability ", capability / 10, ".", capability % 10,
+                "; flashsdpa's CUDA kernels need 9.0 (H100, H200)");
+  else if (table_entry(Pass::kForward, device, dtype) == nullptr)
     reasons.add("dtype is ", dtype_name(dtype), "; supported on ", device.type(), ": ",
-                reasons.collecting() ? supported_dtypes(*where) : std::string());
+                reasons.collecting() ? supported_dtypes(device) : std::string());
   else if (needs_grad(call) && table_entry(Pass::kBackward, device, dtype) == nullptr)
     reasons.add("a gradient is needed; this build has no backward kernel for ", dtype_name(dtype), " on ",
                 device.type());

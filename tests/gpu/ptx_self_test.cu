@@ -1,5 +1,5 @@
-// The PTX layer (src/ptx) on a Hopper GPU, without torch: products, TMA in and out, barriers. One line per check, `ok` or
-// the first wrong element; exits 1 if any is wrong.
+// The PTX layer (src/ptx) on a Hopper GPU, without torch: products, TMA in and out, barriers. One line per check, `ok`
+// or the first wrong element; exits 1 if any is wrong.
 //
 //   nvcc --options-file src/cuda/nvcc_options.txt -o ptx_self_test tests/gpu/ptx_self_test.cu && ./ptx_self_test
 #include <cstdio>

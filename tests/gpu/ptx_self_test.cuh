@@ -59,7 +59,7 @@ __device__ void write_accumulators(const float (&d)[kCount], float* out) {
   }
 }
 
-// --- the checks --------------------------------------------------------------------------------------------------------
+// --- the checks ------------------------------------------------------------------------------------------------------
 
 constexpr int kScoreK = 128, kScoreBoxes = kScoreK / 64;
 constexpr int kOutputK = 96;  // six steps of 16, as with 96 keys

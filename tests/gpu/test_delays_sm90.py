@@ -1,0 +1,147 @@
+"""The Hopper forward kernel with random pauses in all of its roles and NaN in its shared memory: an error that moves is a
+race. The kernel is compiled here with FLASHSDPA_TEST_DELAYS (src/cuda/sm90/fwd_delays.cuh), without torch."""
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import attention64, generator
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+                       reason="needs a Hopper GPU"),
+    pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc"),
+]  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = 200
+BATCH, HEADS, HEADS_KV = 2, 36, 12  # with 333 queries already more tiles than processors, so that the counter is used
+DTYPES = {64: torch.bfloat16, 128: torch.float16, 256: torch.bfloat16}
+ODD = {"tma": (), "odd": ("q", "k", "v", "out"), "odd_v": ("v",)}  # which tensors lie where TMA cannot reach them
+CASES = [
+    *itertools.product(DTYPES, (333, 1500), ("tma",)),
+    (64, 1600, "tma"),  # from 1536 keys on, D64 has tiles of its own
+    *itertools.product(DTYPES, (333,), ("odd", "odd_v")),
+]
+
+# No struct of params.h is repeated in Python. strides: those of q, k, v and out, (batch, head, row) each.
+SHIM = f"""
+#include "{ROOT}/src/cuda/launchers.h"
+
+using namespace flashsdpa;
+
+extern "C" __attribute__((visibility("default"))) const char* forward(
+    const void* q, const void* k, const void* v, void* out, void* lse, void* counter, const int64_t* strides,
+    int64_t batch, int64_t heads_q, int64_t heads_kv, int64_t seq, int64_t dim, int bfloat16, int causal,
+    double scale, void* stream) {{
+  ForwardParams f{{}};
+  f.problem.batch = batch;
+  f.problem.heads_q = heads_q;
+  f.problem.heads_kv = heads_kv;
+  f.problem.seq_q = f.problem.seq_k = seq;
+  f.problem.dim = f.problem.dim_v = dim;
+  f.problem.dtype = bfloat16 ? DType::kBFloat16 : DType::kFloat16;
+  f.problem.scale = scale;
+  if (causal) f.problem.band.hi = 0;
+  f.q.data = q;
+  f.k.data = k;
+  f.v.data = v;
+  f.out.data = out;
+  for (int axis = 0; axis < 4; ++axis) {{
+    f.q.stride[axis] = axis < 3 ? strides[axis] : 1;
+    f.k.stride[axis] = axis < 3 ? strides[3 + axis] : 1;
+    f.v.stride[axis] = axis < 3 ? strides[6 + axis] : 1;
+    f.out.stride[axis] = axis < 3 ? strides[9 + axis] : 1;
+  }}
+  f.lse = lse;
+  f.counter = static_cast<int32_t*>(counter);
+  Launch launch;
+  launch.stream = stream;
+  return launch_forward_sm90(&f, launch);
+}}
+"""
+
+
+def nvcc(*arguments):
+    done = subprocess.run(["nvcc", *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Potential Performance Loss" not in done.stdout + done.stderr  # products one by one hide races
+
+
+def build(folder):
+    """The library of the CUDA forward alone, with delays; its path. All files at once, as many as there are processors."""
+    shim = folder / "shim.cu"
+    shim.write_text(SHIM)
+    sources = [*sorted((ROOT / "src/cuda/sm90").glob("fwd_*.cu")), shim]
+    options = ["--options-file", ROOT / "src/cuda/nvcc_options.txt", "-DFLASHSDPA_TEST_DELAYS"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: nvcc(*options, "-c", source, "-o", folder / f"{source.stem}.o"), sources))
+    library = folder / "delays.so"
+    nvcc("-shared", "-cudart", "static", "-o", library, *(folder / f"{source.stem}.o" for source in sources))
+    return library
+
+
+@pytest.fixture(scope="module")
+def delayed_forward(tmp_path_factory):
+    function = ctypes.CDLL(str(build(tmp_path_factory.mktemp("delays")))).forward
+    function.restype = ctypes.c_char_p
+    function.argtypes = ([ctypes.c_void_p] * 7 + [ctypes.c_int64] * 5 + [ctypes.c_int] * 2
+                         + [ctypes.c_double, ctypes.c_void_p])  # fmt: skip
+
+    def forward(q, k, v, out, lse, counter, is_causal):
+        strides = (ctypes.c_int64 * 12)(*(t.stride(axis) for t in (q, k, v, out) for axis in range(3)))
+        error = function(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
+                         counter.data_ptr() if counter is not None else None,
+                         ctypes.addressof(strides),
+                         q.size(0), q.size(1), k.size(1), q.size(2), q.size(3), q.dtype == torch.bfloat16, is_causal,
+                         q.size(3) ** -0.5, torch.cuda.current_stream().cuda_stream)  # fmt: skip
+        assert error is None, error.decode()
+
+    return forward
+
+
+def place(tensor, odd):
+    """A copy on the GPU; `odd`: its base is 2 bytes past a multiple of 16."""
+    flat = torch.empty(tensor.numel() + 8, dtype=tensor.dtype, device="cuda")[odd : odd + tensor.numel()]
+    return flat.view(tensor.shape).copy_(tensor)
+
+
+def within_tolerance(out, lse, q, k, v, is_causal):
+    keep = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device="cuda")
+    want, want_lse, _ = attention64(q.double(), k.double(), v.double(), None,
+                                    (keep.tril() if is_causal else keep)[None, None], q.size(3) ** -0.5)
+    error = (out.double() - want).abs().max().item()
+    assert error < 0.02 * want.abs().max().item(), f"error {error}"  # not so either if it is NaN
+    assert (lse.double() - want_lse).abs().max().item() < 1e-3
+
+
+@pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("dim, seq, layout", CASES)
+def test_delays(delayed_forward, dim, seq, is_causal, layout):
+    normal = generator(f"delays{dim}-{seq}")
+    q, k, v = (place(torch.randn(BATCH, heads, seq, dim, generator=normal).to(DTYPES[dim]), name in ODD[layout])
+               for name, heads in (("q", HEADS), ("k", HEADS_KV), ("v", HEADS_KV)))  # fmt: skip
+    out, lse = place(q, "out" in ODD[layout]), torch.empty(BATCH, HEADS, seq, device="cuda")
+    noise = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    counter = torch.full((1,), -1, dtype=torch.int32, device="cuda")
+    busy = torch.cuda.Stream()
+
+    first = None
+    for counter_in_use, turn in itertools.product((counter, None), range(RUNS)):
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        if turn % 3 == 0:  # other work takes processors, so that blocks start late and in another order
+            with torch.cuda.stream(busy):
+                noise @ noise
+        delayed_forward(q, k, v, out, lse, counter_in_use, is_causal)
+        if first is None:
+            first = out.clone(), lse.clone()
+            within_tolerance(*first, q, k, v, is_causal)
+        same = torch.equal(out, first[0]) and torch.equal(lse, first[1])
+        assert same, f"run {turn} {'with' if counter_in_use is not None else 'without'} the counter differs"
+    torch.cuda.synchronize()
