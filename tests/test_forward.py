@@ -77,6 +77,20 @@ def test_a_long_row_is_accumulated_in_float32():
         assert (lse - 9.010913347279288).abs().max() < 20 * FLOAT32_EPS
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("rows", (1, 40))
+@pytest.mark.parametrize("magnitude", (1.0, 133120.0, 1e15))
+def test_equal_scores_of_any_magnitude_weigh_the_same(magnitude, rows, dtype):
+    """Also where one more rounding of a score is more than exp can hold."""
+    q, k = torch.full((1, 1, rows, 72), magnitude).to(dtype), torch.full((1, 1, 100, 72), magnitude).to(dtype)
+    v = torch.randn(1, 1, 100, 72, generator=generator(f"equal{magnitude}{rows}{dtype}")).to(dtype).requires_grad_()
+    out, _ = ops().forward(q, k, v)
+    mean = v.double().mean(2, keepdim=True)
+    assert (out.double() - mean).abs().max() < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    assert (dv.double() - rows / 100).abs().max() < 2e-2 * rows / 100
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("rows", (2, 40))  # the decoding kernel, and the other
 def test_half_precision_is_rounded_to_nearest(rows, dtype):

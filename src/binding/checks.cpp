@@ -126,7 +126,22 @@ const char* dtype_name(at::ScalarType type) {
 
 bool is_dense(const Tensor& t) { return t.defined() && !t.is_nested() && t.layout() == at::kStrided; }
 
-std::string shape_text(c10::SymIntArrayRef sizes) { return c10::str("(", c10::Join(", ", sizes), ")"); }
+std::string to_text(const c10::SymInt& number) {
+  const auto value = number.maybe_as_int();
+  return value ? std::to_string(*value) : number.toSymNode()->str();
+}
+
+std::string to_text(double number) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", number);
+  return text;
+}
+
+std::string shape_text(c10::SymIntArrayRef sizes) {
+  std::vector<std::string> parts;
+  for (const c10::SymInt& size : sizes) parts.push_back(to_text(size));
+  return "(" + join(parts, ", ") + ")";
+}
 
 bool needs_mask_grad(const Call& call) {
   return at::GradMode::is_enabled() && given(call.options.attn_mask) && call.options.attn_mask->requires_grad();
@@ -228,8 +243,8 @@ void check_shapes(const Call& call, Reasons& reasons) {
     return;
   }
   const auto shapes = [&] {
-    return reasons.collecting() ? c10::str("query ", shape_text(q.sym_sizes()), ", key ", shape_text(k.sym_sizes()),
-                                           ", value ", shape_text(v.sym_sizes()))
+    return reasons.collecting() ? "query " + shape_text(q.sym_sizes()) + ", key " + shape_text(k.sym_sizes()) +
+                                      ", value " + shape_text(v.sym_sizes())
                                 : std::string();
   };
   if (!(equals(size(q, 0), size(k, 0)) && equals(size(q, 0), size(v, 0))) &&

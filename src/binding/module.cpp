@@ -61,7 +61,7 @@ Selection ask_python(const Tensor& query, const Tensor& key, const Tensor& value
 
 py::object size_object(const c10::SymInt& size) {
   if (const auto known = size.maybe_as_int()) return py::int_(*known);
-  return py::str(c10::str(size));
+  return py::str(to_text(size));
 }
 
 py::object shape_object(const Tensor& t) {

@@ -43,7 +43,8 @@ std::vector<Candidate> candidates(const Call& call, const KernelEntry* chosen) {
     Reasons reasons(&candidate.reasons);
     const bool backward = entry.pass == Pass::kBackward;
     const KernelEntry* winner = backward ? backward_entry(call) : chosen;
-    if (&entry != chosen && !entry_available(entry)) reasons.add(isa_name(entry.isa), " is not available on this machine");
+    if (&entry != chosen && !entry_available(entry))
+      reasons.add(isa_name(entry.isa), " is not available on this machine");
     if (call.query.dim() == 4) check_entry(entry, call, backward && needs_mask_grad(call), reasons);
     if (backward && !needs_grad(call)) reasons.add("no gradient is needed");
     if (reasons.ok() && chosen == nullptr) reasons.add("the call goes to stock");

@@ -11,7 +11,7 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 // The softmax of one row tile so far.
 template <typename T>
 struct SoftmaxState {
-  T max[kTile];  // of the scores
+  T max[kTile];  // of the scores before the factor
   T sum[kTile];  // of exp(score - max)
   bool started;
 };
@@ -35,20 +35,22 @@ inline bool online_softmax(const T* st, int r0, int r1, const Spans<T>& spans, T
       odd = max_keep(score(j + 1), odd);
     }
     if (j < last) even = max_keep(score(j), even);
-    const Vec<T> top = max_keep(max_keep(even, odd) * factor, before);
+    const Vec<T> top = max_keep(max_keep(even, odd), before);
     const Vec<T> safe = top == splat(kNegInf<T>) ? Vec<T>{} : top;  // no key yet: exp(-inf - 0) = 0, never NaN
     Vec<T> total{};
     for (j = first; j + 2 <= last; j += 2) {
-      const Vec<T> e0 = exp_nonpositive(score(j) * factor - safe), e1 = exp_nonpositive(score(j + 1) * factor - safe);
+      // The difference first: of scores beyond 1 / epsilon a fused multiply and subtract would leave any remainder.
+      const Vec<T> e0 = exp_nonpositive((score(j) - safe) * factor),
+                   e1 = exp_nonpositive((score(j + 1) - safe) * factor);
       total += e0 + e1;
       keep(j, r, e0, e1);
     }
     for (; j < (last + kKeyStep - 1) / kKeyStep * kKeyStep; j += 2) {
-      const Vec<T> e = j < last ? exp_nonpositive(score(j) * factor - safe) : Vec<T>{};
+      const Vec<T> e = j < last ? exp_nonpositive((score(j) - safe) * factor) : Vec<T>{};
       total += e;
       keep(j, r, e, Vec<T>{});
     }
-    const Vec<T> a = exp_nonpositive(before - safe);
+    const Vec<T> a = exp_nonpositive((before - safe) * factor);
     store(alpha + r, a);
     store(state.max + r, top);
     store(state.sum + r, load(state.sum + r) * a + total);

@@ -83,7 +83,7 @@ struct BackwardScratch {
     });
     for (int r = 0; r < tile.rows; ++r)
       if (std::abs(shift[r]) > kCoarse && std::isfinite(shift[r]))
-        shift[r] = state.max[r], weight[r] = T(1) / state.sum[r];
+        shift[r] = state.max[r] * engine.factor(), weight[r] = T(1) / state.sum[r];
   }
 
   // The masked scores of a tile, in pt; false if none stays.
@@ -113,7 +113,8 @@ struct BackwardScratch {
         T* p_row = pt + j * kTileStride;
         T* d_row = dt + j * kTileStride;
         for (int r = r0; r < r1; r += kLanes<T>) {
-          const Vec<T> e = exp_nonpositive(load(p_row + r) * factor - load(shift + r)) * load(weight + r);
+          const Vec<T> scaled = rounded<T>(load(p_row + r) * factor);  // as the shift was
+          const Vec<T> e = exp_nonpositive(scaled - load(shift + r)) * load(weight + r);
           store(p_row + r, e);
           store(d_row + r, e * (load(d_row + r) - load(delta + r)));
         }

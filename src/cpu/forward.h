@@ -69,7 +69,7 @@ const char* forward(const void* params, const Launch& launch) {
       const auto* out = scratch.engine.output(t);
       for (int r = 0; r < tiles[t].rows; ++r)
         write_row<In>(a, tiles[t].batch, tiles[t].head[r], tiles[t].query[r], out + r * scratch.engine.output_stride(),
-                      scratch.states[t].max[r], scratch.states[t].sum[r]);
+                      scratch.states[t].max[r] * scratch.engine.factor(), scratch.states[t].sum[r]);
     }
   });
   return nullptr;

@@ -57,6 +57,17 @@ inline Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
 
+// The product, rounded: the compiler may not fuse it with what follows.
+template <typename T>
+inline Vec<T> rounded(Vec<T> x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 // NaN in `b` is kept (the comparison is false): exp keeps NaN so; the row maximum passes over NaN in `a`.
 template <typename V>
 inline V max_keep(V a, V b) {

@@ -124,7 +124,7 @@ def test_running_maximum_rises_in_every_block(dtype):
     """Keys of growing scores, seen from the last to the first and the other way round."""
     for dim, order in itertools.product((64, 128), (1, -1)):
         q = torch.ones(1, 1, 70, dim, dtype=dtype)
-        k = (torch.linspace(-2, 2, 1000)[:, None] * torch.ones(dim)).to(dtype)[::order].contiguous()[None, None]
+        k = (order * torch.linspace(-2, 2, 1000)[:, None] * torch.ones(dim)).to(dtype)[None, None]
         check(Inputs(q, k, normal(f"rise{dim}", 1, 1, 1000, dim, dtype=dtype)))
 
 
@@ -135,13 +135,28 @@ def test_large_scores(magnitude):
         check(replace(x, q=(x.q * magnitude).bfloat16()))
 
 
-def test_lowest_scores_keep_their_weights():
-    """All scores of a row near the lowest number of the softmax's float: the mean of V, not zero."""
-    q, k = torch.full((1, 1, 65, 64), -1e18), torch.full((1, 1, 300, 64), 1e18)
-    v = normal("lowest", 1, 1, 300, 64)
-    out, lse = forward(q.bfloat16(), k.bfloat16(), v, scale=1.0)
-    assert (out.float() - v.float().mean(2, keepdim=True)).abs().max() < 1e-2
-    assert lse.isfinite().all()
+@pytest.mark.parametrize("magnitude", (1.0, 1e3, 133120.0, 1e18))
+@pytest.mark.parametrize("sign", (1, -1))
+def test_equal_scores_of_any_magnitude_weigh_the_same(sign, magnitude):
+    """Also where one more rounding of a score is more than exp2 can hold."""
+    for dim, seq_k, dtype in ((64, 300, torch.bfloat16), (128, 700, torch.bfloat16), (256, 300, torch.bfloat16)):
+        q = torch.full((1, 1, 65, dim), sign * magnitude, dtype=dtype)
+        k, v = torch.full((1, 1, seq_k, dim), magnitude, dtype=dtype), normal("equal", 1, 1, seq_k, dim, dtype=dtype)
+        out, lse = forward(q, k, v)
+        assert (out.float() - v.float().mean(2, keepdim=True)).abs().max() < 1e-2
+        assert lse.isfinite().all()
+
+
+def test_scores_that_grow_beyond_what_a_multiply_add_resolves():
+    """Rows whose reference goes from ordinary to huge and back, block by block; the largest key alone counts."""
+    q = torch.full((1, 1, 130, 64), 100.0, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, 1000, 64, dtype=torch.bfloat16)
+    k[0, 0, 300], k[0, 0, 700] = 1e4, -1e4
+    v = normal("grow", 1, 1, 1000, 64)
+    out, _ = forward(q, k, v)
+    assert torch.equal(out, v[:, :, 300:301].expand_as(out))
+    out, _ = forward(-q, k, v)
+    assert torch.equal(out, v[:, :, 700:701].expand_as(out))
 
 
 def test_nan_and_inf_stay_where_they_are():

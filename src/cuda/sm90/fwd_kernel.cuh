@@ -220,19 +220,6 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         mask_before(s, first);
       }
     };
-    // P of one row of the block in `s`, from its maximum; O shrinks to it.
-    const auto raise_row = [&](int r, uint32_t (&p_row)[kBlockN / 16][4]) {
-      const float factor = softmax.raise(r, s, scale_log2);
-#pragma unroll
-      for (int i = 2 * r; i < Tile::kDimV / 2; i += 4) {
-        o[i] *= factor;
-        o[i + 1] *= factor;
-      }
-      const float total = softmax.exponentiate<kBFloat16>(r, s, scale_log2, p_row);
-      softmax.keep_empty(r);
-      return total;
-    };
-
 #pragma unroll
     for (float& value : o) value = 0.f;
     if (!work.empty()) {
@@ -246,8 +233,9 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       free_stage(shared.empty_k(k_ring.stage()));
       k_ring.advance();
       mask(work.last - 1);
+      float factor[2];  // no reference yet, nothing to shrink
 #pragma unroll
-      for (int r = 0; r < 2; ++r) softmax.sum[r] = raise_row(r, p);  // no reference yet
+      for (int r = 0; r < 2; ++r) softmax.sum[r] = softmax.template raise<kBFloat16>(r, s, scale_log2, p, factor[r]);
 
 #pragma unroll 1
       for (int n = work.last - 2; n >= work.first; --n) {
@@ -265,21 +253,26 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         free_stage(shared.empty_k(k_ring.stage()));
         k_ring.advance();
         mask(n);
-        // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the
-        // exponentials before the wait for it: in a straight run of instructions the compiler moves the wait up.
+        // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the exponentials
+        // before the wait for it: within a straight run of instructions the compiler moves the wait up.
         uint32_t next_p[kBlockN / 16][4];
+        bool raised = false;  // for the whole warp; O, which P V still writes, shrinks after the wait
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float total = softmax.exponentiate<kBFloat16>(r, s, scale_log2, next_p);
+          factor[r] = 1.f;
+          float total = softmax.template exponentiate<kBFloat16>(r, s, scale_log2, next_p);
           if (!softmax.within_range(total)) {
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_settle(o);
-            total = raise_row(r, next_p);
+            raised = true;
+            total = softmax.template raise<kBFloat16>(r, s, scale_log2, next_p, factor[r]);
           }
           softmax.sum[r] += total;
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(o);
+        if (raised) {
+#pragma unroll
+          for (int i = 0; i < Tile::kDimV / 2; ++i) o[i] *= factor[score_row(i)];
+        }
         free_stage(shared.empty_v(v_ring.stage()));
         v_ring.advance();
 #pragma unroll

@@ -44,57 +44,45 @@ __device__ inline void mask_before(float (&s)[kCount], const int (&limit)[2]) {
   for (int i = 0; i < kCount; ++i) s[i] = score_column(i) < limit[score_row(i)] ? kMinusInfinity : s[i];
 }
 
-// The usual online softmax takes the maximum of every block before its exponentials. But any reference will do that
-// keeps exp2 within range. So here the exponentials come first, relative to the reference that the row has; only if
-// their sum shows that the row has outgrown it, the maximum is taken and the row done again. That is rare after the
-// first block.
+// The usual online softmax takes the maximum of every block before its exponentials. Any reference will do that keeps exp2
+// within range, so here the exponentials come first, relative to the reference that the row has, and only if their sum
+// shows that the row has outgrown it is the maximum taken, and the row done again. That is rare after the first block.
 struct OnlineSoftmax {
   float max[2] = {kMinusInfinity, kMinusInfinity};    // the reference: a maximum of scores before scaling
-  float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled
+  float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled; -inf: none for a multiply-add
   float sum[2] = {0.f, 0.f};                          // this lane's share
 
   // P of one row of a block, packed in pairs as the A operand of the next product; returns the lane's sum of it.
   template <bool kBFloat16, int kCount>
-  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2,
-                                uint32_t (&p)[kCount / 8][4]) const {
-    float total[2] = {0.f, 0.f};
-#pragma unroll
-    for (int i = 2 * row; i < kCount; i += 4) {
-      const float low = exp2_fast(fmaf(s[i], scale_log2, -shift[row]));
-      const float high = exp2_fast(fmaf(s[i + 1], scale_log2, -shift[row]));
-      total[0] += low;
-      total[1] += high;
-      p[i / 8][i % 8 / 2] = pack<kBFloat16>(low, high);
-    }
-    return total[0] + total[1];
+  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4]) const {
+    return pack_row<kBFloat16>(row, s, p, [&](float score) { return fmaf(score, scale_log2, -shift[row]); });
   }
 
-  // Whether all lanes of the warp may keep what they have: a sum within the limit has no term beyond it. False for NaN,
-  // which a row without a key gives: its shift is -inf.
+  // Whether all lanes of the warp may keep what they have: a sum within the limit has no term beyond it. False for NaN and
+  // infinity, which a row without a reference gives.
   __device__ static bool within_range(float total) {
     constexpr float kLimit = 256.f;  // exact in every type, and far from the largest float16
     return __all_sync(0xffffffffu, total <= kLimit);
   }
 
-  // Makes the maximum of this block and those before the reference; returns the factor for all that was summed before.
-  template <int kCount>
-  __device__ float raise(int row, const float (&s)[kCount], float scale_log2) {
+  // Makes the maximum of this block and those before the reference, and P of the row relative to it. `factor` is for all
+  // that was summed before. Returns the lane's sum of P.
+  template <bool kBFloat16, int kCount>
+  __device__ float raise(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4], float& factor) {
     float top = max[row];
 #pragma unroll
     for (int i = 2 * row; i < kCount; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    max[row] = top;
-    const float before = shift[row];
-    shift[row] = top == kMinusInfinity ? 0.f : top * scale_log2;  // without a key: exp2 of -inf, not of -inf - -inf
-    const float factor = exp2_fast(before - shift[row]);
+    const float safe = top == kMinusInfinity ? 0.f : top;  // without a key: exp2 of -inf, not of -inf - -inf
+    factor = exp2_fast((max[row] - safe) * scale_log2);
     sum[row] *= factor;
-    return factor;
-  }
-
-  // After the exponentials of a raised row: one without a key still has no reference.
-  __device__ void keep_empty(int row) {
-    if (max[row] == kMinusInfinity) shift[row] = kMinusInfinity;
+    max[row] = top;
+    // A multiply-add rounds once, a scaled reference before it: from here on the difference may leave exp2's range. Such
+    // rows come this way in every block, where the difference is taken first.
+    constexpr float kLargest = 1 << 20;
+    shift[row] = fabsf(top * scale_log2) < kLargest ? top * scale_log2 : kMinusInfinity;
+    return pack_row<kBFloat16>(row, s, p, [&](float score) { return (score - safe) * scale_log2; });
   }
 
   // Each row's sum over its four lanes.
@@ -109,6 +97,20 @@ struct OnlineSoftmax {
   __device__ float inverse(int row) const { return sum[row] == 0.f ? 0.f : 1.f / sum[row]; }
   __device__ float log_sum_exp(int row, float scale) const {
     return sum[row] == 0.f ? kMinusInfinity : fmaf(max[row], scale, logf(sum[row]));
+  }
+
+ private:
+  template <bool kBFloat16, int kCount, typename Exponent>
+  __device__ static float pack_row(int row, const float (&s)[kCount], uint32_t (&p)[kCount / 8][4], const Exponent& exponent) {
+    float total[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 2 * row; i < kCount; i += 4) {
+      const float low = exp2_fast(exponent(s[i])), high = exp2_fast(exponent(s[i + 1]));
+      total[0] += low;
+      total[1] += high;
+      p[i / 8][i % 8 / 2] = pack<kBFloat16>(low, high);
+    }
+    return total[0] + total[1];
   }
 };
 
