@@ -193,6 +193,10 @@ def test_support_table_has_one_line_per_kernel():
     assert all(f"`{entry['name']}`" in line for entry, line in zip(kernels, lines[2:]))
 
 
+def test_readme_measurements_are_those_of_the_records(capsys):
+    assert tool("measured_table").main(["--check"]) == 0, capsys.readouterr().out
+
+
 # --- demo -------------------------------------------------------------------------------------------------------------
 
 

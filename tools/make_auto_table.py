@@ -25,13 +25,15 @@ def table_rows(runs):
                    shape["dim"], shape["seq_q"], shape["seq_k"])  # fmt: skip
             lowest[key] = min(row["ratio"], lowest.get(key, row["ratio"]))
     names = ("isa", "dtype", "kind", "grad", "dim", "seq_q", "seq_k")
-    return [{"device": "cpu", **dict(zip(names, key)), "ratio": round(lowest[key], 3)} for key in sorted(lowest)]
+    return [{"device": "cuda" if key[0].startswith("sm") else "cpu", **dict(zip(names, key)), "ratio": round(lowest[key], 3)}
+            for key in sorted(lowest)]
 
 
 def main():
-    paths = sorted(RESULTS.glob("*-cpu*.json"))
+    paths = sorted([*RESULTS.glob("*-cpu*.json"), *RESULTS.glob("*-forward.json"), *RESULTS.glob("*-forward-auto.json")])
     if not paths:
-        print(f"no recorded CPU runs in {RESULTS}; make one with `python benchmarks/cpu.py --grid auto`")
+        print(f"no recorded runs in {RESULTS}; make one with `python benchmarks/cpu.py --grid auto`, on a GPU with "
+              "`python benchmarks/forward.py --grid auto`")
         return 1
     rows = table_rows([json.loads(path.read_text()) for path in paths])
     text = ",\n".join("  " + json.dumps(row) for row in rows)

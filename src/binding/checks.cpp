@@ -18,8 +18,8 @@ int capability_of(const at::Device& device) {
   return found == 0 ? kHopper : found;
 }
 
-// At most this many query rows per key head count as decoding: the keys are then split among the workers.
-constexpr int64_t kDecodeRows = 16;
+// At most this many queries, and query rows per key head, count as decoding: the keys are then split among the workers.
+constexpr int64_t kDecodeQueries = 8, kDecodeRows = 16;
 
 std::optional<Device> to_device(const at::Device& device) {
   if (device.is_cpu()) return Device::kCpu;
@@ -285,7 +285,7 @@ const KernelEntry* forward_entry(const Call& call) {
   const auto dtype = call.query.scalar_type();
   const auto hq = size(call.query, 1).maybe_as_int(), hkv = size(call.key, 1).maybe_as_int(),
              sq = size(call.query, 2).maybe_as_int();
-  if (hq && hkv && sq && *hkv > 0 && *hq / *hkv * *sq <= kDecodeRows) {
+  if (hq && hkv && sq && *hkv > 0 && *sq <= kDecodeQueries && *hq / *hkv * *sq <= kDecodeRows) {
     if (const auto* decode = table_entry(Pass::kDecode, device, dtype)) {
       Reasons reasons;
       check_entry(*decode, call, /*mask_grad=*/false, reasons);
@@ -332,8 +332,9 @@ void require_backward(const Call& call, const OptTensor& grad_out, const OptTens
     bool fits = t.dim() == static_cast<int64_t>(rank) && t.scalar_type() == type && t.device() == q.device();
     for (size_t axis = 0; fits && axis < rank; ++axis)
       fits = TORCH_GUARD_OR_TRUE(t.sym_sizes()[axis].sym_eq(want[axis]));
-    TORCH_CHECK(fits, "flashsdpa::backward: ", name, " is ", t.scalar_type(), " ", t.sym_sizes(), " on ", t.device(),
-                "; give ", type, " ", want, " on ", q.device());
+    TORCH_CHECK(fits, "flashsdpa::backward: ", name, " is ", dtype_name(t.scalar_type()), " ",
+                shape_text(t.sym_sizes()), " on ", t.device(), "; give ", dtype_name(type), " ", shape_text(want),
+                " on ", q.device());
   };
   check("out", out, 4, dtype);
   check("lse", lse, 3, accumulation);

@@ -106,14 +106,15 @@ PlanView plan_view(const Tensor& plan, const Tensor& mask) {
   const auto shape = plan_shape<int64_t>(mask.sizes());
   TORCH_CHECK(plan.scalar_type() == at::kInt && plan.is_contiguous() && plan.sizes() == at::IntArrayRef(shape) &&
                   plan.device() == mask.device(),
-              "mask_plan is ", plan.scalar_type(), " ", plan.sizes(), " on ", plan.device(),
-              "; give flashsdpa::mask_plan(attn_mask) of this mask: contiguous int32 ", at::IntArrayRef(shape), " on ",
-              mask.device());
+              "mask_plan is ", dtype_name(plan.scalar_type()), " ", shape_text(plan.sym_sizes()), " on ", plan.device(),
+              "; give flashsdpa::mask_plan(attn_mask) of this mask: contiguous int32 ",
+              shape_text(c10::fromIntArrayRefKnownNonNegative(shape)), " on ", mask.device());
   PlanView p;
   p.data = plan.const_data_ptr<int32_t>();
   // Read on the CPU only: on a device it would make the host wait.
-  TORCH_CHECK(!plan.is_cpu() || plan.numel() == 0 || p.data[0] == kPlanVersion, "mask_plan has version ", p.data[0],
-              "; this release reads version ", kPlanVersion, "; make it again with flashsdpa::mask_plan(attn_mask)");
+  TORCH_CHECK(!plan.is_cpu() || plan.numel() == 0 || p.data[0] == kPlanVersion, "mask_plan has version ",
+              to_text(p.data[0]), "; this release reads version ", to_text(kPlanVersion),
+              "; make it again with flashsdpa::mask_plan(attn_mask)");
   if (plan.size(0) > 1) p.stride_batch = plan.stride(0);
   if (plan.size(1) > 1) p.stride_head = plan.stride(1);
   return p;
@@ -279,7 +280,7 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
 }
 
 Tensor mask_plan_on_device(const Tensor& attn_mask) {
-  TORCH_CHECK(attn_mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", attn_mask.dim(),
+  TORCH_CHECK(attn_mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", to_text(attn_mask.dim()),
               " dimensions; give 4: (batch|1, heads|1, query length|1, key length|1)");
   const auto* entry = table_entry(Pass::kMaskPlan, attn_mask.device(), attn_mask.scalar_type());
   TORCH_CHECK(entry != nullptr, "flashsdpa::mask_plan: attn_mask is ", dtype_name(attn_mask.scalar_type()), " on ",

@@ -30,7 +30,8 @@ constexpr std::pair<Feature, const char*> kFeatures[] = {
     {kBiasGrad, "bias_grad"}, {kGqa, "gqa"},   {kLseGrad, "lse_grad"},   {kDeterministic, "deterministic"}};
 
 Backend to_backend(int value) {
-  TORCH_CHECK_VALUE(value >= 0 && value <= 2, "backend is ", value, "; supported: 0 (stock), 1 (flashsdpa), 2 (auto)");
+  TORCH_CHECK_VALUE(value >= 0 && value <= 2, "backend is ", to_text(value),
+                    "; supported: 0 (stock), 1 (flashsdpa), 2 (auto)");
   return static_cast<Backend>(value);
 }
 
