@@ -188,13 +188,15 @@ def test_support_table_has_one_line_per_kernel():
     from torch_flashsdpa._loader import binding
 
     kernels = binding().kernel_table()
-    lines = tool("support_table").support_table(kernels).splitlines()
+    lines = tool("readme_tables").support_table(kernels).splitlines()
     assert len(lines) == len(kernels) + 2
     assert all(f"`{entry['name']}`" in line for entry, line in zip(kernels, lines[2:]))
 
 
-def test_readme_measurements_are_those_of_the_records(capsys):
-    assert tool("measured_table").main(["--check"]) == 0, capsys.readouterr().out
+def test_readme_measurements_are_those_of_the_records():
+    """Not the support table: a build without nvcc has fewer kernels."""
+    tables, readme = tool("readme_tables"), (ROOT / "README.md").read_text()
+    assert tables.cpu_table() in readme and tables.gpu_table() in readme
 
 
 # --- demo -------------------------------------------------------------------------------------------------------------

@@ -4,20 +4,16 @@ race. The kernel is compiled here with FLASHSDPA_TEST_DELAYS (src/cuda/sm90/fwd_
 import ctypes
 import itertools
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from hopper import needs_hopper, needs_nvcc
 from oracle import attention64, generator
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-                       reason="needs a Hopper GPU"),
-    pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc"),
-]  # fmt: skip
+pytestmark = [needs_hopper, needs_nvcc]
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = 200
 BATCH, HEADS, HEADS_KV = 2, 36, 12  # with 333 queries already more tiles than processors, so that the counter is used

@@ -6,22 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case, inputs
+from hopper import needs_hopper, on_the_gpu  # noqa: F401
 from oracle import INF, Call, Inputs, attention64, check, generator, ops
 
 import torch_flashsdpa
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu():
-    if not torch.cuda.is_available():
-        yield
-        return
-    with torch.device("cuda"), torch.no_grad():
-        yield
+pytestmark = needs_hopper
 
 
 def normal(name, *shape, dtype=torch.bfloat16):

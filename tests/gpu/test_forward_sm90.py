@@ -12,27 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BANDS, LAYOUTS, Case, inputs
+from hopper import needs_hopper, on_the_gpu  # noqa: F401
 from oracle import INF, Call, Inputs, attention64, check, check_counting, generator, ops
 
 import torch_flashsdpa
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+pytestmark = needs_hopper
 HALVES = (torch.bfloat16, torch.float16)
 DIMS = (1, 8, 40, 64, 70, 72, 80, 96, 128, 160, 192, 200, 256)
 MIXED_DIMS = ((192, 128), (128, 192), (64, 256), (256, 64), (96, 33), (5, 70), (64, 1), (1, 64))
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 1000, 1021)
 HEADS = ((2, 2), (4, 1), (6, 3), (7, 1))
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu():
-    if not torch.cuda.is_available():
-        yield
-        return
-    with torch.device("cuda"), torch.no_grad():
-        yield
 
 
 def hold(case):

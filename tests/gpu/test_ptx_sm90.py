@@ -1,18 +1,12 @@
 """The PTX layer by itself: ptx_self_test.cu, compiled here and run."""
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-import torch
+from hopper import needs_hopper, needs_nvcc
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-                       reason="needs a Hopper GPU"),
-    pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc"),
-]  # fmt: skip
+pytestmark = [needs_hopper, needs_nvcc]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,20 +1,41 @@
-"""Write the README's tables of measurements from the recorded runs in benchmarks/results, between their marks.
+"""Write the README's tables between their marks: the support table from the kernel table that dispatch itself reads, the
+measurements from the recorded runs in benchmarks/results.
 
-    python tools/measured_table.py           # rewrites README.md
-    python tools/measured_table.py --check   # exit code 1 if the README does not agree with the records
+    python tools/readme_tables.py           # rewrites README.md
+    python tools/readme_tables.py --check   # exit code 1 if the README does not agree
 """
 
+import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("torch_flashsdpa") is None:  # not installed: the checkout serves
+    sys.path.append(str(ROOT))
+
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
-MARK, END = "<!-- measured: {} -->", "<!-- end of measured: {} -->"
+MARK, END = "<!-- table: {}, by tools/readme_tables.py -->", "<!-- end of table: {} -->"
+SUPPORT_COLUMNS = ("kernel", "pass", "runs on", "dtypes", "head dim", "takes", "tile", "source")
 
 
 def markdown(lines):
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+
+
+def _cells(entry):
+    where = {"cpu": "CPU", "cuda": "GPU"}[entry["device"]] + f", {entry['isa']}"
+    tile = f"{entry['block_m']} x {entry['block_n']}" if entry["block_m"] else "-"
+    dim = f"up to {entry['max_dim']}" if entry["max_dim"] else "-"
+    takes = ", ".join(feature.replace("_", " ") for feature in entry["features"]) or "-"
+    return (f"`{entry['name']}`", entry["pass"].replace("_", " "), where, ", ".join(entry["dtypes"]), dim, takes, tile,
+            f"`{entry['source']}`")  # fmt: skip
+
+
+def support_table(kernels):
+    """The kernel table (_C.kernel_table()) as Markdown, in the table's own order."""
+    return markdown([SUPPORT_COLUMNS, *map(_cells, kernels)])
 
 
 def milliseconds(ms):
@@ -74,28 +95,30 @@ def gpu_table():
         share = speed["flashsdpa"] / best if "flashsdpa" in speed else None
         shares.append(share or 0.0)
         lines.append([case, *(f"{speed[n]:.0f}" if n in speed else "-" for n in names), f"{share:.2f}" if share else "-"])
-    mean = 1.0
-    for share in shares:
-        mean *= share ** (1 / len(shares))
+    mean = math.prod(shares) ** (1 / len(shares))
     return (markdown(lines) + f"\n\n{run['machine']}, driver {run['driver']}, torch {run['torch']}, bfloat16, TFLOP/s. Least of "
             f"\"ours / best rival\" {min(shares):.2f}, geometric mean {mean:.2f}.")  # fmt: skip
 
 
-TABLES = {"cpu": cpu_table, "gpu forward": gpu_table}
+def tables():
+    """{name: the Markdown of the table}"""
+    from torch_flashsdpa._loader import binding
+
+    return {"support": support_table(binding().kernel_table()), "gpu forward": gpu_table(), "cpu": cpu_table()}
 
 
 def main(arguments):
     text = fresh = README.read_text()
-    for name, table in TABLES.items():
+    for name, table in tables().items():
         before, mark, rest = fresh.partition(MARK.format(name))
         _, end, after = rest.partition(END.format(name))
         if not (mark and end):
             print(f"{README.name} lacks the marks of the table {name!r}")
             return 1
-        fresh = f"{before}{mark}\n{table()}\n{end}{after}"
+        fresh = f"{before}{mark}\n{table}\n{end}{after}"
     if "--check" in arguments:
         if fresh != text:
-            print("README.md's measurements differ from benchmarks/results; run `python tools/measured_table.py`")
+            print("README.md's tables are not what the kernel table and the records say; run `python tools/readme_tables.py`")
         return int(fresh != text)
     README.write_text(fresh)
     return 0
