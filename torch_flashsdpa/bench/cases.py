@@ -12,7 +12,8 @@ class Case:
     """One call of scaled_dot_product_attention: q (batch, heads, seq_q, dim), k and v (batch, heads_kv, seq_k, dim).
 
     mask: "full" (none), "causal" (is_causal), "causal bool" (the same as a dense mask), "half padded" ((B, 1, 1, Sk), the
-    last half of the keys off), "window 256" (|i - j| < 256, a dense bool mask), "random bool" (every granule mixed).
+    last half of the keys off), "window 256" (|i - j| < 256, a dense bool mask), "sliding 256" (0 <= i - j < 256, the same),
+    "random bool" (every granule mixed).
     """
 
     section: str  # what the case is for: dense, mask, decode, host, memory, grid
@@ -51,6 +52,8 @@ class Case:
             return cols <= rows
         if self.mask == "window 256":
             return (rows - cols).abs() < 256
+        if self.mask == "sliding 256":
+            return (cols <= rows) & (rows - cols < 256)
         if self.mask == "half padded":
             return (cols < self.seq_k // 2).expand(self.batch, 1, 1, self.seq_k).contiguous()
         if self.mask == "random bool":
@@ -104,7 +107,7 @@ def _dense(seq):
 
 
 def _masks(seq):
-    kinds = ("causal bool", "half padded", "window 256")
+    kinds = ("causal bool", "half padded", "window 256", "sliding 256")
     return [replace(case, section="mask", mask=mask) for mask in kinds for case in _dense(seq)]
 
 
