@@ -118,7 +118,7 @@ def test_stock_is_measured_without_the_router():
     assert binding().router_installed()
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "causal bool", "half padded", "window 256"])
+@pytest.mark.parametrize("mask", ["full", "causal", "causal bool", "half padded", "window 256", "sliding 256"])
 def test_allowed_pairs_are_those_of_the_mask(mask):
     case = cases.Case("dense", 300, 310, 8, mask=mask, batch=2)
     allowed = torch.ones(300, 310, dtype=torch.bool).tril() if mask == "causal" else torch.ones(300, 310, dtype=torch.bool)
@@ -134,7 +134,7 @@ def test_the_cpu_grid_holds_the_promised_cells():
         for dtype in ("float32", "bfloat16"):
             for grad in (False, True):
                 assert ("dense", "full", dim, dtype, grad) in cells
-                for mask in ("causal bool", "half padded", "window 256"):
+                for mask in ("causal bool", "half padded", "window 256", "sliding 256"):
                     assert ("mask", mask, dim, dtype, grad) in cells
     assert ("decode", "full", 128, "float32", False) in cells
     assert ("host", "full", 64, "float32", True) in cells

@@ -101,6 +101,15 @@ def test_missing_binding(run_python, package, tmp_path):
     assert out == f"no binding for {tag()} (found none); run `python -m torch_flashsdpa build`"
 
 
+def test_sources_that_hide_an_installation_are_noticed(run_python, package, tmp_path):
+    installed = tmp_path / "site" / "torch_flashsdpa"
+    (installed / "lib").mkdir(parents=True)
+    (installed / "lib" / "libflashsdpa.so").touch()
+    code = f"import sys; sys.path.append({str(installed.parent)!r}); import torch_flashsdpa as t; print(t.doctor())"
+    out = run_python(code, package_root=package, env={"HOME": str(tmp_path)})
+    assert f"these sources hide the installed package in {installed.parent}; " in out and "python -P" in out
+
+
 def test_binding_for_another_torch(run_python, package, tmp_path):
     (folder_of_binding(package, "torch1.0.0-cp27") / "_C.so").write_bytes(b"")
     out = run_python(CHECK_STOCK, package_root=package, env={"HOME": str(tmp_path)})

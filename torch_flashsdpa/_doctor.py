@@ -119,6 +119,8 @@ def _selection_text(now):
 
 def _environment_notes(now):
     notes = []
+    if not _loader.kernel_library().exists() and (hidden := _loader.hidden_installation()):
+        notes.append(f"these sources hide the installed package in {hidden.parent}; run from another folder, or with `python -P`")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         notes.append("TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch loads no entry points, so TORCH_FLASHSDPA has no effect; call enable()")
     elif os.environ.get("TORCH_FLASHSDPA") and not _entry_point_installed():

@@ -36,6 +36,15 @@ def kernel_library():
     return PACKAGE / "lib" / "libflashsdpa.so"
 
 
+def hidden_installation():
+    """The installed package that these sources, found first on sys.path, stand in front of; None if there is none."""
+    for entry in sys.path:
+        package = Path(entry or ".").resolve() / PACKAGE.name
+        if package != PACKAGE.resolve() and (package / "lib" / kernel_library().name).exists():
+            return package
+    return None
+
+
 def _other_builds(searched):
     builds = {found.parent.name for folder in searched for found in folder.parent.glob("*/_C*.so")}
     return sorted(builds - {tag()})

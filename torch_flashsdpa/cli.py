@@ -28,7 +28,7 @@ def _explain_arguments(parser):
     parser.add_argument("--dim-v", type=int, help="head dim of value, where it differs")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; nothing is allocated there (default cpu)")
-    parser.add_argument("--mask", choices=("full", "causal", "causal bool", "half padded", "window 256"), default="full")
+    parser.add_argument("--mask", choices=("full", "causal", "causal bool", "half padded", "window 256", "sliding 256"), default="full")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--grad", action="store_true", help="the call is part of a backward pass")
     parser.add_argument("--backend", choices=("flashsdpa", "auto", "stock"), default="auto")

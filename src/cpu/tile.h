@@ -16,7 +16,7 @@
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
 constexpr int kTile = int(kGranule);     // query rows and keys of a tile
-constexpr int kTileStride = kTile + 16;  // row stride of S^T and Q^T in elements: 64 would alias in the L1 cache
+constexpr int kTileStride = kTile + kVectorBytes / 4;  // row stride of S^T and Q^T in elements: 64 would alias in L1
 template <typename T>
 constexpr T kNegInf = -std::numeric_limits<T>::infinity();
 
