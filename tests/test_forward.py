@@ -58,10 +58,11 @@ def test_large_scores(magnitude, dtype):
     assert got.out.isfinite().all() and got.lse.isfinite().all()
 
 
-def test_running_maximum_rises_in_the_last_tile():
+@pytest.mark.parametrize("rows", (4, 40))  # the decoding kernel, and the other
+def test_running_maximum_rises_in_the_last_tile(rows):
     """Every tile holds a larger maximum than all before: each rescale of the partial sums counts."""
     seq = 520
-    q = torch.ones(1, 1, 4, 16)
+    q = torch.ones(1, 1, rows, 16)
     k = torch.linspace(-4, 4, seq)[:, None].expand(seq, 16)[None, None].contiguous()
     v = torch.randn(1, 1, seq, 16, generator=generator("rising"))
     for scale in (1.0, -1.0):  # rising, and falling from the first tile
