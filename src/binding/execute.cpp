@@ -142,7 +142,7 @@ Problem problem(const Call& call) {
 
 // A tensor as the kernel would be given it: where it has no memory, an address of the same alignment.
 template <class ViewType>
-ViewType view_of_plan(const Tensor& t, at::IntArrayRef strides, bool fresh) {
+ViewType unread_view(const Tensor& t, at::IntArrayRef strides, bool fresh) {
   ViewType v;
   const bool memory = !fresh && !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch();
   const auto offset = fresh ? 0 : t.storage_offset() * static_cast<int64_t>(t.itemsize());
@@ -160,14 +160,14 @@ std::optional<KernelDetail> detail_of(const KernelEntry& entry, const Call& call
   const auto input = [](const Tensor& t) {
     const bool copied = needs_copy(t) || t.size(3) == 0;
     const auto dense = dense_strides<int64_t>(sizes_of(t), t.strides());
-    return view_of_plan<ConstView>(t, copied ? at::IntArrayRef(dense) : t.strides(), copied);
+    return unread_view<ConstView>(t, copied ? at::IntArrayRef(dense) : t.strides(), copied);
   };
   params.q = input(call.query);
   params.k = input(call.key);
   params.v = input(call.value);
   auto out_sizes = sizes_of(call.query);
   out_sizes[3] = call.value.size(3);
-  params.out = view_of_plan<View>(call.query, dense_strides<int64_t>(out_sizes, call.query.strides()), /*fresh=*/true);
+  params.out = unread_view<View>(call.query, dense_strides<int64_t>(out_sizes, call.query.strides()), /*fresh=*/true);
   KernelDetail detail{};
   entry.describe(&params, &detail);
   return detail;
