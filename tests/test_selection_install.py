@@ -105,7 +105,8 @@ def test_sources_that_hide_an_installation_are_noticed(run_python, package, tmp_
     installed = tmp_path / "site" / "torch_flashsdpa"
     (installed / "lib").mkdir(parents=True)
     (installed / "lib" / "libflashsdpa.so").touch()
-    code = f"import sys; sys.path.append({str(installed.parent)!r}); import torch_flashsdpa as t; print(t.doctor())"
+    # The first entry of the path after the import: the package under test may itself be installed on the path.
+    code = f"import sys; import torch_flashsdpa as t; sys.path.insert(0, {str(installed.parent)!r}); print(t.doctor())"
     out = run_python(code, package_root=package, env={"HOME": str(tmp_path)})
     assert f"these sources hide the installed package in {installed.parent}; " in out and "python -P" in out
 
