@@ -1,7 +1,7 @@
 """Our Hopper kernels on a CPU: their sources, compiled by g++ with the PTX layer emulated (tests/emulation).
 
 build() copies src, puts the emulated files in the place of src/ptx, turns kernel<<<...>>> into a call, and links a shared
-library. Emulator(library) calls it with CPU tensors. A run is right or wrong, never fast or slow.
+library. Emulator(library) calls it with CPU tensors. What runs is right or wrong; its time says nothing.
 """
 
 import ctypes
@@ -19,26 +19,23 @@ OPTIONS = ["-std=c++20", "-O2", "-march=native", "-fPIC", "-fvisibility=hidden",
 LAUNCH = re.compile(r"(\w+)<<<(.*?)>>>\(", re.DOTALL)
 
 
-def copy_sources(folder, source=ROOT):
-    """src with the emulated ptx, and the emulator beside it."""
-    tests = Path(__file__).resolve().parent
-    shutil.copytree(source / "src", folder / "src", ignore=shutil.ignore_patterns("cpu", "binding"))
-    shutil.copytree(tests / "emulation", folder / "emulation")
-    for emulated in (folder / "emulation/ptx").iterdir():
+def copy_sources(folder):
+    """src with the emulated PTX layer, tests/gpu, and the emulator, under `folder`."""
+    ignore = shutil.ignore_patterns("cpu", "binding", "__pycache__")
+    for name in ("src", "tests/gpu", "tests/emulation"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    for emulated in (folder / "tests/emulation/ptx").iterdir():
         shutil.copy(emulated, folder / "src/ptx")
-    for path in (folder / "src/cuda").rglob("*.cu*"):
+    for path in (*(folder / "src/cuda").rglob("*.cu*"), *(folder / "tests/gpu").glob("*.cu*")):
         path.write_text(LAUNCH.sub(r"launch(\1, \2)(", path.read_text()))
-    for shim in (tests / "gpu").glob("*_shim.cu"):
-        shutil.copy(shim, folder)
 
 
-def build(folder, sources, source=ROOT):
-    """The library of these files of src/cuda/sm90 (glob patterns) and of the shims of tests/gpu named beside them."""
-    copy_sources(folder, source)
-    files = [path for pattern in sources for path in sorted((folder / "src/cuda/sm90").glob(pattern)) + sorted(folder.glob(pattern))]
-    files += sorted((folder / "emulation").glob("*.cpp"))
+def build(folder, sources, program=False):
+    """The library, or program, of the files that match `sources`, patterns relative to the root. Returns its path."""
+    copy_sources(folder)
+    files = [path for pattern in (*sources, "tests/emulation/*.cpp") for path in sorted(folder.glob(pattern))]
     compiler = [*(["ccache"] if shutil.which("ccache") else []), "g++"]
-    include = ["-I", ".", "-I", "emulation/include", "-include", "emulation/device.h"]
+    include = ["-I", ".", "-I", "tests/emulation/include", "-include", "tests/emulation/device.h"]
 
     def compile_one(path):
         done = subprocess.run([*compiler, *OPTIONS, *include, "-x", "c++", "-c", path.relative_to(folder), "-o", f"{path.stem}.o"],
@@ -47,9 +44,10 @@ def build(folder, sources, source=ROOT):
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, files))
-    library = folder / "emulated.so"
-    subprocess.run(["g++", "-shared", "-o", library, *(f"{path.stem}.o" for path in files)], cwd=folder, check=True)
-    return library
+    result = folder / "emulated"
+    subprocess.run(["g++", *([] if program else ["-shared"]), "-o", result, *(f"{path.stem}.o" for path in files)],
+                   cwd=folder, check=True)  # fmt: skip
+    return result
 
 
 class Emulator(Launchers):

@@ -21,7 +21,7 @@ DIMS = ((64, 64), (40, 64), (96, 96), (70, 33), (128, 128), (192, 128), (160, 19
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    return Emulator(build(tmp_path_factory.mktemp("emulated") / "forward", ["fwd_launch.cu", "fwd_d*.cu", "forward_shim.cu"]))
+    return Emulator(build(tmp_path_factory.mktemp("forward"), ["src/cuda/sm90/fwd_*.cu", "tests/gpu/forward_shim.cu"]))
 
 
 def band_of(is_causal, bottom_right, window_left, window_right, seq_q, seq_k):

@@ -24,8 +24,8 @@ struct dim3 : emulation::Index {
 };
 
 // What kernel<<<grid, block, shared_bytes, stream>>>(arguments) becomes: launch(kernel, ...)(arguments).
-template <typename... Parameters, typename Stream>
-auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, Stream) {
+template <typename... Parameters>
+auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, const void* = nullptr) {
   return [=](const auto&... arguments) {
     emulation::run_grid(grid, block, static_cast<uint32_t>(shared_bytes), [&] { kernel(arguments...); });
   };

@@ -5,14 +5,17 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
 #include "device.h"
 #include "tensor_cores.h"
 
+// What kernels declare as their dynamic shared memory. Never touched: they use addresses.
+uint8_t memory[16];
 namespace flashsdpa {
-uint8_t memory[16];  // what kernels declare as their dynamic shared memory; only its address is used
+uint8_t memory[16];
 }
 
 namespace emulation {
@@ -352,6 +355,19 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
                                                             : static_cast<int>(emulation::machine.processors);
   return cudaSuccess;
 }
+cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* data) {
+  std::free(data);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() { return cudaGetLastError(); }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
   std::memset(data, value, bytes);
   return cudaSuccess;

@@ -3,15 +3,10 @@
 
 #include "../../emulation/device.h"
 
-namespace flashsdpa {
-extern uint8_t memory[16];
-}
-
 namespace flashsdpa::ptx {
 
-inline uint32_t shared_address(const void* pointer) {
-  return emulation::kSharedBase + static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - memory);
-}
+// Of the dynamic shared memory, the only object there is.
+inline uint32_t shared_address(const void*) { return emulation::kSharedBase; }
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   if (barrier % 8) emulation::fail("an mbarrier at an address that is no multiple of 8");
