@@ -16,7 +16,7 @@ from launchers import Launchers
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ["-std=c++20", "-O2", "-march=native", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas", "-Wno-psabi"]
-LAUNCH = re.compile(r"(\w+)<<<(.*?)>>>\(", re.DOTALL)
+LAUNCH = re.compile(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\(", re.DOTALL)
 
 
 def copy_sources(folder):
@@ -27,7 +27,8 @@ def copy_sources(folder):
     for emulated in (folder / "tests/emulation/ptx").iterdir():
         shutil.copy(emulated, folder / "src/ptx")
     for path in (p for top in ("src/cuda", "tests") for p in (folder / top).rglob("*.cu*")):
-        path.write_text(LAUNCH.sub(r"launch(\1, \2)(", path.read_text()))
+        text = path.read_text().replace("extern __shared__", "extern")  # what stays shared is one static variable a block
+        path.write_text(LAUNCH.sub(r"launch(\1, \2)(", text))
 
 
 def build(folder, sources, program=False):

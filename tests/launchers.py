@@ -7,6 +7,9 @@ import torch
 OPEN = (2**63 - 1) // 4  # Band::kOpen of params.h
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool)  # in the order of params.h
+
+
 class Launchers:
     """Calls a library that holds the shims; raises RuntimeError with the text of a launcher that refuses."""
 
@@ -23,5 +26,16 @@ class Launchers:
         limits = (ctypes.c_int64 * 2)(*band)
         error = call(*(t.data_ptr() if t is not None else None for t in (q, k, v, out, lse, counter)), strides, sizes,
                      limits, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, stream)  # fmt: skip
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    def mask_plan(self, mask, plan, stream=None):
+        """The plan of mask (mb, mh, mq, mk), bool or a float bias, into int32 plan (mb, mh, words)."""
+        call = self.library.mask_plan
+        call.restype = ctypes.c_char_p
+        call.argtypes = [ctypes.c_void_p, ctypes.c_int] + [ctypes.c_void_p] * 4
+        sizes = (ctypes.c_int64 * 4)(*mask.shape)
+        strides = (ctypes.c_int64 * 4)(*(0 if size == 1 else step for size, step in zip(mask.shape, mask.stride())))
+        error = call(mask.data_ptr(), DTYPES.index(mask.dtype), sizes, strides, plan.data_ptr(), stream)
         if error is not None:
             raise RuntimeError(error.decode())

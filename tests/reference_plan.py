@@ -3,30 +3,43 @@
 import torch
 
 GRANULE = 64
-VERSION = 1
-EMPTY, FULL, MIXED = 0, 1, 2
+VERSION = 2
+EMPTY, FULL, MIXED, BITS = 0, 1, 2, 3
 
 
 def granule_classes(mask: torch.Tensor) -> torch.Tensor:
     """Class of each 64 x 64 granule.
 
     mask: (mb, mh, mq, mk), bool (True takes part) or a float bias; any strides.
-    Returns int64 (mb, mh, ceil(mq / 64), ceil(mk / 64)) of EMPTY, FULL, MIXED. Only elements inside the mask count.
+    Returns int64 (mb, mh, ceil(mq / 64), ceil(mk / 64)) of EMPTY, FULL, MIXED, BITS. Only elements inside the mask count.
     """
-    if mask.dtype == torch.bool:
-        kept, touched = mask, ~mask
-    else:
-        kept, touched = mask != -torch.inf, mask != 0  # a NaN is both, so its granule is mixed
-    kept, touched = _any_per_granule(kept), _any_per_granule(touched)
-    return torch.where(kept, torch.where(touched, MIXED, FULL), EMPTY)
+    kept = _kept(mask)
+    shifted = kept & (mask != 0) if mask.is_floating_point() else torch.zeros_like(kept)  # NaN shifts
+    removed, kept, shifted = (_any_per_granule(flags) for flags in (~kept, kept, shifted))
+    return torch.where(shifted, MIXED, torch.where(kept, torch.where(removed, BITS, FULL), EMPTY))
 
 
 def reference_plan(mask: torch.Tensor) -> torch.Tensor:
     """The plan of mask (mb, mh, mq, mk): int32 (mb, mh, words) on mask's device, every word as src/mask_plan.h says."""
     classes = granule_classes(mask)
-    counts = [(classes == c).sum(dim=(2, 3)) for c in (EMPTY, FULL, MIXED)]
+    counts = [chosen.sum(dim=(2, 3)) for chosen in (classes == EMPTY, classes == FULL, classes >= MIXED)]
     header = torch.stack([torch.full_like(counts[0], VERSION), *counts], dim=-1)
-    return torch.cat([header, _lists(classes), _lists(classes.transpose(2, 3))], dim=-1).to(torch.int32)
+    lists = torch.cat([header, _lists(classes), _lists(classes.transpose(2, 3))], dim=-1)
+    lists = torch.nn.functional.pad(lists, (0, -lists.shape[-1] % 4))
+    return torch.cat([lists.to(torch.int32), _bits(_kept(mask))], dim=-1)
+
+
+def _kept(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask != -torch.inf
+
+
+def _bits(kept: torch.Tensor) -> torch.Tensor:
+    """(mb, mh, mq, mk) bool to words (mb, mh, mq * words), four words for two granules of keys."""
+    if kept.shape[-1] == 1:
+        kept = kept.expand(*kept.shape[:-1], GRANULE)
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % (2 * GRANULE))).unflatten(-1, (-1, 32))
+    words = (kept.long() << torch.arange(32, device=kept.device)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).flatten(2)
 
 
 def _any_per_granule(flags: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import BROADCASTS, FLOATS, MASK_KINDS, MASK_STRIDES, Case, inputs, make_mask
 from oracle import INF, Call, check, generator, ops, run_op
-from reference_plan import EMPTY, FULL, MIXED, granule_classes, reference_plan
+from reference_plan import BITS, EMPTY, FULL, MIXED, granule_classes, reference_plan
 
 SIZES = (2, 3, 130, 257)
 
@@ -66,10 +66,12 @@ def test_header_counts():
     mask[..., :64, :64] = True  # full
     mask[..., 64, 130] = True  # mixed
     words = ops().mask_plan(mask)[0, 0].tolist()
-    assert words[:4] == [1, 4, 1, 1]
-    assert words[4:8] == [1, 0 << 2 | FULL, 0, 0] and words[8:12] == [1, 2 << 2 | MIXED, 0, 0]  # by query granule
+    assert words[:4] == [2, 4, 1, 1]
+    assert words[4:8] == [1, 0 << 2 | FULL, 0, 0] and words[8:12] == [1, 2 << 2 | BITS, 0, 0]  # by query granule
     assert words[12:15] == [1, 0 << 2 | FULL, 0] and words[15:18] == [0, 0, 0]  # by key granule
-    assert words[18:21] == [1, 1 << 2 | MIXED, 0] and len(words) == 21
+    assert words[18:21] == [1, 1 << 2 | BITS, 0] and words[21:24] == [0, 0, 0]
+    rows = [words[24 + 8 * row : 32 + 8 * row] for row in range(128)]  # three granules of keys and one for evenness
+    assert rows == [[-1, -1] + 6 * [0]] * 64 + [4 * [0] + [1 << 2, 0, 0, 0]] + [8 * [0]] * 63 and len(words) == 24 + 128 * 8
 
 
 @pytest.mark.parametrize("kind", MASK_KINDS)

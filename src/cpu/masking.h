@@ -204,8 +204,9 @@ struct TileMask {
 
   void find(const Problem& p, const RowTile& tile, int granule_class, int64_t first_key, int keys) {
     kept.all = true;
-    biased = granule_class == kMixed && p.mask.dtype != DType::kBool;
-    if (granule_class == kMixed && !biased) kept.cut_mask(p, tile, first_key, keys);
+    const bool partial = granule_class == kMixed || granule_class == kBits;
+    biased = partial && p.mask.dtype != DType::kBool;
+    if (partial && !biased) kept.cut_mask(p, tile, first_key, keys);
     kept.cut_band(p, tile, first_key, keys);
   }
   template <typename T>

@@ -12,7 +12,7 @@
 #define __device__
 #define __host__
 #define __global__
-#define __shared__
+#define __shared__ static  // one for all blocks: kernels that use it run one block at a time
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -30,6 +30,10 @@ auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
     emulation::run_grid(grid, block, static_cast<uint32_t>(shared_bytes), [&] { kernel(arguments...); });
   };
 }
+
+struct ulonglong2 {
+  unsigned long long x, y;
+};
 
 using std::max;
 using std::min;

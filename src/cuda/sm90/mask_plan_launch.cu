@@ -47,8 +47,8 @@ const char* launch_lists(const MaskPlanArgs& args, int64_t plans, cudaStream_t s
   if (blocks > INT32_MAX) {
     return "attn_mask has too many granule rows for flashsdpa_mask_plan_lists_sm90 (2^34); split the batch";
   }
-  flashsdpa_mask_plan_lists_sm90<<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(
-      args.plan, plans, args.plan_words, args.rows, args.cols);
+  const int64_t queries = args.along_queries ? args.along : args.lines;
+  flashsdpa_mask_plan_lists_sm90<<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(args, plans, queries);
   return error_text(cudaGetLastError());
 }
 
@@ -83,6 +83,8 @@ const char* launch_mask_plan_sm90(const void* params, const Launch& launch) {
   args.plan_words = plan_words(mask.size[2], mask.size[3]);
   args.rows = plan_granules(mask.size[2]);
   args.cols = plan_granules(mask.size[3]);
+  args.bits_offset = plan_bits_offset(args.rows, args.cols);
+  args.bits_stride = plan_bits_stride(args.cols);
 
   const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
   constexpr decltype(&launch_classify<DType::kBool>) kClassify[kDTypeCount] = {
