@@ -7,16 +7,12 @@
 #include "../../ptx/warpgroup.cuh"
 #include "fwd_args.h"
 #include "fwd_delays.cuh"
+#include "fwd_rows.cuh"
 #include "fwd_tiles.h"
 
 namespace flashsdpa {
 
 enum class FwdBarrier : int { kBlock = 0, kProducer = 1, kTurn = 2 /* + consumer */, kOut = 5 /* + consumer */ };
-
-// Where a tile starts in its tensor.
-struct FwdOrigin {
-  int row, head, batch;
-};
 
 // Where element (row, 8 * chunk) of a tile of `kRows` rows lies: boxes of 64 columns, and in each row of 128 bytes the
 // 16-byte chunks permuted by the row.
@@ -25,15 +21,16 @@ __device__ inline uint32_t swizzled_offset(int row, int chunk) {
   return (chunk / 8) * (kRows * kBoxRowBytes) + row * kBoxRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
-template <int kRows, int kBoxes>
-__device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor, FwdOrigin at, int thread) {
+// line(r): where row r of the tile starts, or null if there is no such row.
+template <int kRows, int kBoxes, typename Line>
+__device__ inline void load_tile_plain(uint32_t shared, int tensor_columns, const Line& line, int thread) {
   constexpr int kQuads = kBoxes * 16;  // of 4 elements: more loads in flight do not fit the producer's registers
-  const uint16_t* base = tensor.data + at.batch * tensor.stride_batch + at.head * tensor.stride_head;
 #pragma unroll 1
   for (int i = thread; i < kRows * kQuads; i += ptx::kWarpgroupThreads) {
     const int r = i / kQuads, quad = i % kQuads;
-    const int columns = at.row + r < tensor.rows ? tensor.columns - 4 * quad : 0;
-    const uint16_t* source = base + (at.row + r) * tensor.stride_row + 4 * quad;
+    const uint16_t* source = line(r);
+    const int columns = source ? tensor_columns - 4 * quad : 0;
+    source += 4 * quad;
     uint32_t pair[2];
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -44,25 +41,56 @@ __device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor,
   }
 }
 
-// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads.
-template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
+// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads. `rows`: of a box of
+// the map, at most kRows; `line` as above.
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, typename Origin, typename Line>
 __device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
-                                 FwdOrigin at, int thread) {
+                                 Origin at, int rows, const Line& line, int thread) {
   fwd_delay(FwdPoint::kLoad);
   if (kAlone || tensor.tma) {
     if (kAlone || thread == 0) {
-      ptx::mbarrier_arrive_expect(barrier, kBoxes * kRows * kBoxRowBytes);
+      ptx::mbarrier_arrive_expect(barrier, kBoxes * rows * kBoxRowBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        const ptx::BoxOrigin box_at{box * kBoxColumns, at.row, at.head * tensor.map_head, at.batch * tensor.map_batch};
-        ptx::tma_load(shared + box * kRows * kBoxRowBytes, map, box_at, barrier, ptx::cache_policy<kReuse>());
+        at.column = box * kBoxColumns;
+        ptx::tma_load(shared + box * kRows * kBoxRowBytes, map, at, barrier, ptx::cache_policy<kReuse>());
       }
     }
   } else {
-    load_tile_plain<kRows, kBoxes>(shared, tensor, at, thread);
+    load_tile_plain<kRows, kBoxes>(shared, tensor.columns, line, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
     if (thread == 0) ptx::mbarrier_arrive(barrier);
+  }
+}
+
+// kRows rows of one head, from `row` on.
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
+__device__ inline void load_rows(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
+                                 int row, int head, int batch, int thread) {
+  const uint16_t* base = tensor.data + batch * tensor.stride_batch + head * tensor.stride_head;
+  const auto line = [&](int r) { return row + r < tensor.rows ? base + (row + r) * tensor.stride_row : nullptr; };
+  const ptx::BoxOrigin at{0, row, head * tensor.map_head, batch * tensor.map_batch};
+  load_tile<kRows, kBoxes, kReuse, kAlone>(shared, barrier, tensor, map, at, kRows, line, thread);
+}
+
+// Q of one consumer: its rows from query `row` on, of a head or a pack of heads.
+template <typename Tile, bool kAlone>
+__device__ inline void load_queries(uint32_t shared, uint32_t barrier, const FwdArgs& args, int row, int head, int batch,
+                                    int thread) {
+  if constexpr (!Tile::kFew) {
+    load_rows<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(shared, barrier, args.q, &args.map_q, row, head,
+                                                                      batch, thread);
+  } else {
+    const FwdTensor& q = args.q;
+    const uint16_t* base = q.data + batch * q.stride_batch + fwd_first_head<Tile>(args, head) * q.stride_head;
+    const auto line = [&](int r) {
+      const FwdRow at = fwd_row<Tile>(args, head, row, r);
+      return at.used ? base + at.further_head * q.stride_head + at.query * q.stride_row : nullptr;
+    };
+    const ptx::PackedBoxOrigin at{0, fwd_first_in_group(args, head), row, head / args.group, batch * q.map_batch};
+    load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(shared, barrier, q, &args.map_q, at,
+                                                                      args.few.pack * args.few.queries, line, thread);
   }
 }
 
