@@ -2,6 +2,7 @@
 // f(part) = exp((max(part) - max) * scale). In a fixed order, so that results do not depend on timing.
 //
 // A row is summed by 1, 2, 4 or 8 warps, each taking every so many-th part; a lane has 4 columns, and 4 more 128 further.
+#include "../../ptx/arithmetic.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../common/status.h"
@@ -53,7 +54,7 @@ __device__ inline void store_four(const FwdTensor& out, uint16_t* line, int colu
                                   float factor) {
   FourElements four;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) four.pair[i] = pack<kBFloat16>(value[2 * i] * factor, value[2 * i + 1] * factor);
+  for (int i = 0; i < 2; ++i) four.pair[i] = ptx::pack<kBFloat16>(value[2 * i] * factor, value[2 * i + 1] * factor);
   if (out.tma && column + kLaneColumns <= out.columns) {  // what TMA can reach is aligned to 16 bytes
     *reinterpret_cast<FourElements*>(line + column) = four;
     return;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_fwd_combine_sm90(const __g
   }
   top = max_of_warp(top);
   const float safe = top == kMinusInfinity ? 0.f : top;  // no part has a key: exp2 of -inf, not of -inf - -inf
-  const auto factor_of = [&](float max) { return exp2_fast((max - safe) * scale_log2); };
+  const auto factor_of = [&](float max) { return ptx::exp2_fast((max - safe) * scale_log2); };
 #pragma unroll
   for (const Weight& weight : own) total += weight.sum == 0.f ? 0.f : weight.sum * factor_of(weight.max);
   total = sum_of_warp(total);
@@ -162,11 +163,9 @@ const char* fwd_combine(const FwdArgs& args, DType dtype, cudaStream_t stream) {
   const CombineArgs combine{few.partial, args.out, args.lse, few.heads_q, args.seq_q, few.splits, warps_per_row, args.scale};
   const int64_t rows_per_block = kWarps / warps_per_row;
   const auto blocks = static_cast<uint32_t>((few.partial.rows + rows_per_block - 1) / rows_per_block);
-  if (dtype == DType::kBFloat16) {
-    flashsdpa_fwd_combine_sm90<DType::kBFloat16><<<blocks, kThreads, kSharedBytes, stream>>>(combine);
-  } else {
-    flashsdpa_fwd_combine_sm90<DType::kFloat16><<<blocks, kThreads, kSharedBytes, stream>>>(combine);
-  }
+  const auto kernel = dtype == DType::kBFloat16 ? flashsdpa_fwd_combine_sm90<DType::kBFloat16>
+                                                : flashsdpa_fwd_combine_sm90<DType::kFloat16>;
+  kernel<<<blocks, kThreads, kSharedBytes, stream>>>(combine);
   return error_text(cudaGetLastError());
 }
 

@@ -105,17 +105,17 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     const int head_kv = work.head / args.group;
 
     const auto load_k = [&](int n) {
-      ptx::mbarrier_wait(shared.empty_k(k_ring.stage()), k_ring.phase() ^ 1);
-      load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(
-          shared.k(k_ring.stage()), shared.full_k(k_ring.stage()), args.k, &args.map_k, n * Tile::kBlockN, head_kv,
-          work.batch, thread);
+      const int stage = k_ring.stage();
+      const FwdSlot slot{shared.k(stage), shared.full_k(stage), shared.empty_k(stage), k_ring.phase() ^ 1};
+      load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(slot, args.k, &args.map_k, n * Tile::kBlockN, head_kv,
+                                                                work.batch, thread);
       k_ring.advance();
     };
     const auto load_v = [&](int n) {
-      ptx::mbarrier_wait(shared.empty_v(v_ring.stage()), v_ring.phase() ^ 1);
-      load_rows<Tile::kBlockN, Tile::kBoxesV, kKeyReuse, kAlone>(
-          shared.v(v_ring.stage()), shared.full_v(v_ring.stage()), args.v, &args.map_v, n * Tile::kBlockN, head_kv,
-          work.batch, thread);
+      const int stage = v_ring.stage();
+      const FwdSlot slot{shared.v(stage), shared.full_v(stage), shared.empty_v(stage), v_ring.phase() ^ 1};
+      load_rows<Tile::kBlockN, Tile::kBoxesV, kKeyReuse, kAlone>(slot, args.v, &args.map_v, n * Tile::kBlockN, head_kv,
+                                                                 work.batch, thread);
       v_ring.advance();
     };
 
@@ -123,9 +123,8 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     load_k(work.last - 1);
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
-      ptx::mbarrier_wait(shared.empty_q(c), q_phase ^ 1);
-      load_queries<Tile, kAlone>(shared.q(c), shared.full_q(c), args, work.row + c * queries, work.head, work.batch,
-                                 thread);
+      const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
+      load_queries<Tile, kAlone>(slot, args, work.row + c * queries, work.head, work.batch, thread);
     }
     q_phase ^= 1;
 #pragma unroll 1

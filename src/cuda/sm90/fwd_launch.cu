@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "../../ptx/tensor_map.h"
-#include "../common/status.h"
 #include "../launchers.h"
 #include "fwd_plan.h"
 
@@ -93,19 +92,15 @@ FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
   return order;
 }
 
+int64_t row_floats(const Problem& p) { return ceil_div(p.dim_v, 4) * 4; }
+
 FwdPartial make_partial(const Problem& p, const FwdPlan& plan, void* scratch) {
   FwdPartial partial{};
   partial.rows = static_cast<int32_t>(p.batch * p.heads_q * p.seq_q);
-  partial.row_floats = static_cast<int32_t>(ceil_div(p.dim_v, 4) * 4);
+  partial.row_floats = static_cast<int32_t>(row_floats(p));
   partial.out = static_cast<float*>(scratch);
   partial.weight = partial.out + int64_t{plan.splits} * partial.rows * partial.row_floats;
   return partial;
-}
-
-int64_t partial_bytes(const Problem& p, const FwdPlan& plan) {
-  if (plan.splits == 1) return 0;
-  const FwdPartial partial = make_partial(p, plan, nullptr);
-  return int64_t{plan.splits} * partial.rows * (partial.row_floats + 2) * int64_t{sizeof(float)};
 }
 
 enum class Deal { kOnce, kStatic, kDynamic };  // one tile a block; tiles dealt out in turn; as blocks get free
@@ -124,18 +119,19 @@ const char* refuse(const Problem& p) {
   return nullptr;
 }
 
+bool nothing_to_do(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0; }
+
 }  // namespace
 
-const char* launch_forward_sm90(const void* params, const Launch& launch) {
-  const ForwardParams& f = *static_cast<const ForwardParams*>(params);
-  const Problem& p = f.problem;
-  if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0) return nullptr;
-  CurrentDevice device;
-  if (const char* reason = find_sm90_device(&device)) return reason;
-  if (const char* reason = refuse(p)) return reason;
-  const FwdPlan plan = fwd_plan(p, device.processors, f.scratch != nullptr);
-  const FwdInstance& instance = *plan.instance;
+int64_t fwd_partial_bytes(const Problem& p, const FwdPlan& plan) {
+  if (plan.splits == 1) return 0;
+  constexpr int64_t kWeightFloats = 2;
+  return plan.splits * p.batch * p.heads_q * p.seq_q * (row_floats(p) + kWeightFloats) * int64_t{sizeof(float)};
+}
 
+const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const CurrentDevice& device, cudaStream_t stream) {
+  const Problem& p = f.problem;
+  const FwdInstance& instance = *plan.instance;
   FwdArgs args{};
   const FwdSizes size(p);
   reach_all(f, size, plan, &args);
@@ -164,7 +160,6 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   args.few.splits = plan.splits;
   if (plan.splits > 1) args.few.partial = make_partial(p, plan, f.scratch);
 
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
   const Deal deal = args.order.tiles <= static_cast<uint32_t>(device.processors) ? Deal::kOnce : pick_deal(f);
   if (deal == Deal::kDynamic) {
     args.counter = reinterpret_cast<uint32_t*>(f.counter);
@@ -176,11 +171,22 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   return error || plan.splits == 1 ? error : fwd_combine(args, p.dtype, stream);
 }
 
+const char* launch_forward_sm90(const void* params, const Launch& launch) {
+  const ForwardParams& f = *static_cast<const ForwardParams*>(params);
+  const Problem& p = f.problem;
+  if (nothing_to_do(p)) return nullptr;
+  CurrentDevice device;
+  if (const char* reason = find_sm90_device(&device)) return reason;
+  if (const char* reason = refuse(p)) return reason;
+  const FwdPlan plan = fwd_plan(p, device.processors, f.scratch != nullptr);
+  return fwd_launch(f, plan, device, static_cast<cudaStream_t>(launch.stream));
+}
+
 int64_t forward_scratch_sm90(const void* params) {
   const Problem& p = static_cast<const ForwardParams*>(params)->problem;
   CurrentDevice device;
-  if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || refuse(p) || find_sm90_device(&device)) return 0;
-  return partial_bytes(p, fwd_plan(p, device.processors, /*may_split=*/true));
+  if (nothing_to_do(p) || refuse(p) || find_sm90_device(&device)) return 0;
+  return fwd_partial_bytes(p, fwd_plan(p, device.processors, /*may_split=*/true));
 }
 
 void describe_forward_sm90(const void* params, KernelDetail* detail) {

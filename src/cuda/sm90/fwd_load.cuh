@@ -41,46 +41,55 @@ __device__ inline void load_tile_plain(uint32_t shared, int tensor_columns, cons
   }
 }
 
+// Memory for a tile, the barrier that its arrival completes, and the one that says that it may be written.
+struct FwdSlot {
+  uint32_t shared, full, empty, empty_parity;
+};
+
 // Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads. `rows`: of a box of
 // the map, at most kRows; `line` as above.
+//
+// Only who writes waits for the slot: a warp that has nothing to do with a copy could find that the slot has been filled and
+// emptied once more meanwhile, and would wait for a parity that does not come again.
 template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, typename Origin, typename Line>
-__device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
-                                 Origin at, int rows, const Line& line, int thread) {
-  fwd_delay(FwdPoint::kLoad);
+__device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, Origin at, int rows,
+                                 const Line& line, int thread) {
   if (kAlone || tensor.tma) {
     if (kAlone || thread == 0) {
-      ptx::mbarrier_arrive_expect(barrier, kBoxes * rows * kBoxRowBytes);
+      ptx::mbarrier_wait(slot.empty, slot.empty_parity);
+      fwd_delay(FwdPoint::kLoad);
+      ptx::mbarrier_arrive_expect(slot.full, kBoxes * rows * kBoxRowBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         at.column = box * kBoxColumns;
-        ptx::tma_load(shared + box * kRows * kBoxRowBytes, map, at, barrier, ptx::cache_policy<kReuse>());
+        ptx::tma_load(slot.shared + box * kRows * kBoxRowBytes, map, at, slot.full, ptx::cache_policy<kReuse>());
       }
     }
   } else {
-    load_tile_plain<kRows, kBoxes>(shared, tensor.columns, line, thread);
+    ptx::mbarrier_wait(slot.empty, slot.empty_parity);
+    fwd_delay(FwdPoint::kLoad);
+    load_tile_plain<kRows, kBoxes>(slot.shared, tensor.columns, line, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
-    if (thread == 0) ptx::mbarrier_arrive(barrier);
+    if (thread == 0) ptx::mbarrier_arrive(slot.full);
   }
 }
 
 // kRows rows of one head, from `row` on.
 template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
-__device__ inline void load_rows(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
-                                 int row, int head, int batch, int thread) {
+__device__ inline void load_rows(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, int row, int head,
+                                 int batch, int thread) {
   const uint16_t* base = tensor.data + batch * tensor.stride_batch + head * tensor.stride_head;
   const auto line = [&](int r) { return row + r < tensor.rows ? base + (row + r) * tensor.stride_row : nullptr; };
   const ptx::BoxOrigin at{0, row, head * tensor.map_head, batch * tensor.map_batch};
-  load_tile<kRows, kBoxes, kReuse, kAlone>(shared, barrier, tensor, map, at, kRows, line, thread);
+  load_tile<kRows, kBoxes, kReuse, kAlone>(slot, tensor, map, at, kRows, line, thread);
 }
 
 // Q of one consumer: its rows from query `row` on, of a head or a pack of heads.
 template <typename Tile, bool kAlone>
-__device__ inline void load_queries(uint32_t shared, uint32_t barrier, const FwdArgs& args, int row, int head, int batch,
-                                    int thread) {
+__device__ inline void load_queries(const FwdSlot& slot, const FwdArgs& args, int row, int head, int batch, int thread) {
   if constexpr (!Tile::kFew) {
-    load_rows<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(shared, barrier, args.q, &args.map_q, row, head,
-                                                                      batch, thread);
+    load_rows<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(slot, args.q, &args.map_q, row, head, batch, thread);
   } else {
     const FwdTensor& q = args.q;
     const uint16_t* base = q.data + batch * q.stride_batch + fwd_first_head<Tile>(args, head) * q.stride_head;
@@ -89,7 +98,7 @@ __device__ inline void load_queries(uint32_t shared, uint32_t barrier, const Fwd
       return at.used ? base + at.further_head * q.stride_head + at.query * q.stride_row : nullptr;
     };
     const ptx::PackedBoxOrigin at{0, fwd_first_in_group(args, head), row, head / args.group, batch * q.map_batch};
-    load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(shared, barrier, q, &args.map_q, at,
+    load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(slot, q, &args.map_q, at,
                                                                       args.few.pack * args.few.queries, line, thread);
   }
 }

@@ -1,14 +1,16 @@
 // Host side of the forward kernel: which instance a call gets, how its rows are packed and its keys split.
 //
-// The plan is the one whose time, by the model below, is shortest. The model knows three things: a block of keys takes as
-// long as its bytes take to arrive (at full width the products of the tensor cores take about as long), a wave of tiles
-// takes as long as its longest, and a split launch pays for its second kernel and for what it writes and reads once more.
+// The plan is the one whose time, by the model below, is shortest. The model knows four things: a block of keys takes a
+// processor as long as its bytes take to arrive, or its products to compute; a wave of tiles takes as long as its longest;
+// nothing is faster than the memory gives K and V; a split launch pays for its second kernel and the partial results.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "../../params.h"
+#include "../common/status.h"
 #include "fwd_args.h"
 #include "fwd_instances.h"
 
@@ -27,7 +29,11 @@ struct FwdPlan {
   double microseconds = 0;
 };
 
-// One block a tile, queries of one head: the instances for many queries.
+// Runs the plan; f.scratch holds fwd_partial_bytes if it splits keys. Null, or an error text.
+const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const CurrentDevice& device, cudaStream_t stream);
+int64_t fwd_partial_bytes(const Problem& p, const FwdPlan& plan);
+
+// The instances for many queries.
 inline const FwdInstance& fwd_whole_instance(const Problem& p) {
   constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
   const int64_t larger = std::max(p.dim, p.dim_v);
@@ -80,20 +86,33 @@ inline FwdLengths fwd_lengths(const Problem& p, const FwdPlan& plan) {
   return {std::max({first, middle, last}), (first + 2 * middle + last) / 4};
 }
 
+// Of an H200. The rates follow from runs of the instances for many queries; the fixed costs are not measured yet.
+struct FwdModel {
+  static constexpr double kMemory = 4.2e6;         // bytes a microsecond, all processors together
+  static constexpr double kProcessorBytes = 50e3;  // bytes a microsecond that one processor takes in
+  static constexpr double kProcessorFlop = 5.5e6;  // and computes
+  static constexpr double kTile = 1.0;             // start and end of a tile
+  static constexpr double kCombine = 3.0;          // the second kernel
+  static constexpr double kPartials = 3e6;         // bytes a microsecond of partial results, written and read
+};
+
 inline double fwd_microseconds(const Problem& p, const FwdPlan& plan, const FwdLengths& length, int splits,
                                int processors) {
-  // 4 TB/s over 132 processors; not measured yet: the fixed costs of a tile and of the second kernel.
-  constexpr double kBytesPerMicrosecond = 30e3, kTile = 1.0, kCombine = 2.5, kCombineBytesPerMicrosecond = 2e6;
   const FwdInstance& i = *plan.instance;
-  const double block = i.block_n * (i.dim + i.dim_v) * 2.0 / kBytesPerMicrosecond;
-  const double longest = std::ceil(length.longest / splits) * block + kTile;
+  const double dims = i.dim + i.dim_v;
+  const double block = std::max(i.block_n * dims * 2 / FwdModel::kProcessorBytes,
+                                i.block_m() * i.block_n * dims * 2 / FwdModel::kProcessorFlop);
+  const double longest = std::ceil(length.longest / splits) * block + FwdModel::kTile;
   const auto pieces = static_cast<double>(plan.tiles * splits);
   // Equal tiles go in waves. Unequal ones, longest first, leave little idle at the end.
-  const double time = p.band.open() ? std::ceil(pieces / processors) * longest
-                                    : std::max(longest, pieces / processors * (length.mean / splits * block + kTile));
+  const double computing =
+      p.band.open() ? std::ceil(pieces / processors) * longest
+                    : std::max(longest, pieces / processors * (length.mean / splits * block + FwdModel::kTile));
+  const auto keys = static_cast<double>(p.batch * p.heads_kv * fwd_keys(p, 0, p.seq_q));
+  const double time = std::max(computing, keys * static_cast<double>(p.dim + p.dim_v) * 2 / FwdModel::kMemory);
   if (splits == 1) return time;
-  const double rows = static_cast<double>(p.batch * p.heads_q * p.seq_q);
-  return time + kCombine + 2 * splits * rows * static_cast<double>(p.dim_v) * sizeof(float) / kCombineBytesPerMicrosecond;
+  const double rows = static_cast<double>(p.batch * p.heads_q * p.seq_q), floats = static_cast<double>(p.dim_v);
+  return time + FwdModel::kCombine + 2 * splits * rows * floats * sizeof(float) / FwdModel::kPartials;
 }
 
 // The best number of splits: one of those that just fill one, two, three or four waves.
@@ -113,7 +132,7 @@ inline void fwd_choose_splits(const Problem& p, int processors, bool may_split, 
 
 // `may_split`: there is memory for partial results.
 inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
-  constexpr double kWorthIt = 0.9;  // what the model does not know
+  constexpr double kWorthIt = 0.85;  // for what the model does not know
   FwdPlan best = fwd_tiling(p, fwd_whole_instance(p), 1);
   if (best.tiles == 0) return best;
   fwd_choose_splits(p, processors, may_split, &best);
