@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 OPEN = (2**63 - 1) // 4  # Band::kOpen of params.h
+MANY_QUERIES = (0, 1, 1)  # the `way` of the instances for many queries
 
 
 class Launchers:
@@ -15,7 +16,7 @@ class Launchers:
 
     def forward(self, q, k, v, out, lse, counter=None, band=(-OPEN, OPEN), scale=None, stream=None, way=None):
         """q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) into out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). `way`:
-        (consumers, heads packed, splits) of the kernels for few queries; None: as planned."""
+        (consumers, heads packed, splits) of the instances for few queries, MANY_QUERIES, or None: as planned."""
         call = self.library.forward
         call.restype = ctypes.c_char_p
         call.argtypes = [ctypes.c_void_p] * 11 + [ctypes.c_int, ctypes.c_double, ctypes.c_void_p]

@@ -1,6 +1,6 @@
 """The Hopper forward for few queries without a GPU: packed heads, split keys and the kernel that sums the parts, on the emulator.
 
-A `way` is (consumers of the tile, heads packed, splits); the plan, which would hardly split such short keys, is left out.
+A `way` is (consumers of the tile, heads packed, splits). The plan alone would hardly split such short keys.
 """
 
 import itertools
@@ -123,3 +123,10 @@ def test_bitwise_equal_in_any_order(forward):
     for way in ((1, 2, 4), (2, 2, 2)):
         results = [forward(x.q, x.k, x.v, **Call(is_causal=True).op_arguments(), way=way) for _ in range(5)]
         assert all(torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]) for out, lse in results[1:])
+
+
+def test_as_planned(forward):
+    """What the launcher asks for, and chooses, by itself: whichever it is, the result holds."""
+    for heads, lengths, dims in (((8, 2), (1, 900), (64, 64)), ((8, 2), (3, 500), (128, 128)), ((2, 2), (200, 300), (64, 64))):
+        for band in ("full", "causal_br"):
+            hold(forward, "planned", heads, lengths, dims, None, band)

@@ -1,6 +1,6 @@
 // The forward launcher with flat arguments, for tests that build it without torch. `strides`: those of q, k, v and out,
 // (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi. `way`: consumers of
-// the instance for few queries, heads packed, splits; null: as planned.
+// the instance for few queries (0: the instance for many), heads packed, splits; null: as planned.
 #include "src/cuda/launchers.h"
 #include "src/cuda/sm90/fwd_plan.h"
 
@@ -23,7 +23,7 @@ Problem problem_of(const int64_t* sizes) {
 }
 
 FwdPlan plan_of(const Problem& p, const int32_t* way) {
-  FwdPlan plan = fwd_tiling(p, fwd_few_instance(p, way[0]), way[1]);
+  FwdPlan plan = fwd_tiling(p, way[0] == 0 ? fwd_whole_instance(p) : fwd_few_instance(p, way[0]), way[1]);
   plan.splits = way[2];
   return plan;
 }

@@ -10,13 +10,14 @@ namespace flashsdpa {
 constexpr int kConsumerRows = 64;   // of one consumer warpgroup: the M of wgmma
 constexpr int kMaxFwdSplits = 128;  // about as many as there are processors
 
-// One of q, k, v, out as the kernel reaches it: through its tensor map, or by ordinary accesses where TMA cannot.
+// One of q, k, v, out as the kernel reaches it: through its tensor map, or by accesses of its own where TMA cannot.
 struct FwdTensor {
   uint16_t* data;
   int64_t stride_batch, stride_head, stride_row;  // in elements
   int32_t rows, columns;
   int32_t map_batch, map_head;  // 0 where the axis is left out of the map (a broadcast axis), else 1
   bool tma;
+  bool words;  // every row starts at a multiple of 4 bytes
 };
 
 // The order in which tiles (query block, head) are visited. Heads go in sections whose K and V fit the L2 cache; in a

@@ -2,6 +2,7 @@
 // or strides do not suit it. Both leave the same bytes and complete the same barrier by one arrival.
 #pragma once
 
+#include "../../ptx/copy_async.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
@@ -22,14 +23,36 @@ __device__ inline uint32_t swizzled_offset(int row, int chunk) {
 }
 
 // line(r): where row r of the tile starts, or null if there is no such row.
+//
+// By asynchronous copies of 4 bytes, which take no registers, so that the whole tile is under way at once: a warp takes a row,
+// a lane two columns of each box.
 template <int kRows, int kBoxes, typename Line>
-__device__ inline void load_tile_plain(uint32_t shared, int tensor_columns, const Line& line, int thread) {
+__device__ inline void load_tile_words(uint32_t shared, const FwdTensor& tensor, const Line& line, int thread) {
+  constexpr int kWarps = ptx::kWarpgroupThreads / ptx::kWarpLanes;
+  const int lane = thread % ptx::kWarpLanes;
+#pragma unroll 1
+  for (int r = thread / ptx::kWarpLanes; r < kRows; r += kWarps) {
+    const uint16_t* row = line(r);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int column = box * kBoxColumns + 2 * lane;
+      const int elements = row ? clamp_to(tensor.columns - column, 0, 2) : 0;
+      ptx::copy_async_4(shared + swizzled_offset<kRows>(r, box * 8 + lane / 4) + lane % 4 * 4,
+                        elements > 0 ? row + column : tensor.data, elements * kElementBytes);
+    }
+  }
+  ptx::copy_async_wait();
+}
+
+// By elements, where rows start anywhere.
+template <int kRows, int kBoxes, typename Line>
+__device__ inline void load_tile_elements(uint32_t shared, const FwdTensor& tensor, const Line& line, int thread) {
   constexpr int kQuads = kBoxes * 16;  // of 4 elements: more loads in flight do not fit the producer's registers
 #pragma unroll 1
   for (int i = thread; i < kRows * kQuads; i += ptx::kWarpgroupThreads) {
     const int r = i / kQuads, quad = i % kQuads;
     const uint16_t* source = line(r);
-    const int columns = source ? tensor_columns - 4 * quad : 0;
+    const int columns = source ? tensor.columns - 4 * quad : 0;
     source += 4 * quad;
     uint32_t pair[2];
 #pragma unroll
@@ -68,7 +91,11 @@ __device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, c
   } else {
     ptx::mbarrier_wait(slot.empty, slot.empty_parity);
     fwd_delay(FwdPoint::kLoad);
-    load_tile_plain<kRows, kBoxes>(slot.shared, tensor.columns, line, thread);
+    if (tensor.words) {
+      load_tile_words<kRows, kBoxes>(slot.shared, tensor, line, thread);
+    } else {
+      load_tile_elements<kRows, kBoxes>(slot.shared, tensor, line, thread);
+    }
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
     if (thread == 0) ptx::mbarrier_arrive(slot.full);
