@@ -35,6 +35,8 @@ struct KernelDetail {
   int32_t block_m, block_n, stages;
   const char* order;  // in which its tiles are visited
   bool tma[4];        // whether q, k, v and out go by TMA; else by ordinary loads and stores
+  int32_t key_splits;  // parts of the keys that go to blocks of their own; 1: none
+  int32_t packed_heads;  // query heads of a group whose rows share a tile; 1: none
 };
 
 struct KernelEntry {
@@ -52,6 +54,8 @@ struct KernelEntry {
   const char* (*launch)(const void* params, const Launch& launch);
   // Null where the entry says it all. Reads no memory of the tensors: data may be any address of their alignment.
   void (*describe)(const void* params, KernelDetail* detail) = nullptr;
+  // Bytes of params.scratch on the current device; null: none. Depends on params.problem alone.
+  int64_t (*scratch_bytes)(const void* params) = nullptr;
 };
 
 // All entries of this build, and whether this machine can run one.

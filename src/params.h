@@ -79,6 +79,8 @@ struct ForwardParams {
   View out;     // (batch, heads_q, seq_q, dim_v), last stride 1
   void* lse;    // (batch, heads_q, seq_q) contiguous, natural log; float32, float64 for float64 inputs
   int32_t* counter = nullptr;  // CUDA: 4 bytes of scratch, any content; null: tiles are not handed out dynamically
+  // CUDA: the entry's scratch_bytes, 16-byte aligned, any content; null: the keys of a tile are not split among blocks.
+  void* scratch = nullptr;
 };
 
 struct BackwardParams {

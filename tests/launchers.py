@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 OPEN = (2**63 - 1) // 4  # Band::kOpen of params.h
+MANY_QUERIES = (0, 1, 1)  # the `way` of the instances for many queries
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool)  # in the order of params.h
@@ -16,16 +17,23 @@ class Launchers:
     def __init__(self, library):
         self.library = ctypes.CDLL(str(library))
 
-    def forward(self, q, k, v, out, lse, counter=None, band=(-OPEN, OPEN), scale=None, stream=None):
-        """q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) into out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
+    def forward(self, q, k, v, out, lse, counter=None, band=(-OPEN, OPEN), scale=None, stream=None, way=None):
+        """q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) into out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). `way`:
+        (consumers, heads packed, splits) of the instances for few queries, MANY_QUERIES, or None: as planned."""
         call = self.library.forward
         call.restype = ctypes.c_char_p
-        call.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_int, ctypes.c_double, ctypes.c_void_p]
+        call.argtypes = [ctypes.c_void_p] * 11 + [ctypes.c_int, ctypes.c_double, ctypes.c_void_p]
         strides = (ctypes.c_int64 * 12)(*(t.stride(axis) for t in (q, k, v, out) for axis in range(3)))
         sizes = (ctypes.c_int64 * 7)(q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3))
         limits = (ctypes.c_int64 * 2)(*band)
-        error = call(*(t.data_ptr() if t is not None else None for t in (q, k, v, out, lse, counter)), strides, sizes,
-                     limits, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, stream)  # fmt: skip
+        way = (ctypes.c_int32 * 3)(*way) if way else None
+        scratch_bytes = self.library.forward_scratch
+        scratch_bytes.restype = ctypes.c_int64
+        scratch_bytes.argtypes = [ctypes.c_void_p] * 3
+        scratch = torch.full((scratch_bytes(sizes, limits, way) // 4,), float("nan"), device=q.device)
+        tensors = (q, k, v, out, lse, counter, scratch if scratch.numel() else None)
+        error = call(*(t.data_ptr() if t is not None else None for t in tensors), strides, sizes, limits, way,
+                     q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, stream)  # fmt: skip
         if error is not None:
             raise RuntimeError(error.decode())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import BANDS, Case, inputs
 from emulator import Emulator, build
-from launchers import OPEN
+from launchers import MANY_QUERIES, OPEN
 from oracle import Call, Inputs, Result, check, check_counting, generator
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulator is tried on x86-64 alone")
@@ -35,7 +35,7 @@ def forward(emulator, request):
     """forward(q, k, v, **arguments of the op): (out, lse), both poisoned before; another order of threads each time."""
     orders = generator(request.node.name)
 
-    def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, odd=False, dynamic=True, **band):
+    def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, odd=False, dynamic=True, way=MANY_QUERIES, **band):
         assert attn_mask is None and mask_plan is None
         seed, processors = (int(torch.randint(high, (), generator=orders)) for high in (2**31, 4))
         emulator.configure(seed, processors + 1)
@@ -44,7 +44,7 @@ def forward(emulator, request):
         lse = torch.full(shape[:3], float("nan"))
         counter = torch.full((1,), -1, dtype=torch.int32) if dynamic else None
         limits = band_of(**band, seq_q=q.size(2), seq_k=k.size(2))
-        emulator.forward(q, k, v, out, lse, counter, limits, scale)
+        emulator.forward(q, k, v, out, lse, counter, limits, scale, way=way)
         return out, lse
 
     return run

@@ -208,10 +208,13 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   params.out = view<View>(target);
   params.lse = lse.mutable_data_ptr();
   // Freed on return, before the kernel has run: the allocator hands memory out again in the order of the stream.
-  at::DataPtr counter;
+  at::DataPtr memory;
   if (query.is_cuda()) {
-    counter = c10::GetAllocator(c10::DeviceType::CUDA)->allocate(sizeof(*params.counter));
-    params.counter = static_cast<int32_t*>(counter.get());
+    constexpr int64_t kCounterBytes = 16;  // that of the counter, and what keeps the scratch behind it aligned
+    const int64_t bytes = entry->scratch_bytes ? entry->scratch_bytes(&params) : 0;
+    memory = c10::GetAllocator(c10::DeviceType::CUDA)->allocate(kCounterBytes + bytes);
+    params.counter = static_cast<int32_t*>(memory.get());
+    if (bytes > 0) params.scratch = static_cast<char*>(memory.get()) + kCounterBytes;
   }
   launch(*entry, query.device(), &params);
   return {out, lse};

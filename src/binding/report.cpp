@@ -69,6 +69,10 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
   if (detail) {
     config.emplace_back("stages", std::to_string(detail->stages) + " of K and of V");
     config.emplace_back("order", detail->order);
+    if (detail->packed_heads > 1)
+      config.emplace_back("packed", std::to_string(detail->packed_heads) + " query heads of a group in each tile");
+    if (detail->key_splits > 1)
+      config.emplace_back("key_splits", std::to_string(detail->key_splits) + ", summed by flashsdpa_fwd_combine_sm90");
     std::string by_tma, plainly;
     const char* names[] = {"query", "key", "value", "output"};
     for (int i = 0; i < 4; ++i) {

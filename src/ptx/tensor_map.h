@@ -18,6 +18,14 @@ struct TensorMapShape {
   uint32_t box_rows;
 };
 
+// The same tensor with its heads in groups of `group`: (batch, group, row, head in group, column). A box holds, for each of
+// `box_rows` rows, `box_heads` heads of a group, 64 columns each.
+struct PackedMapShape {
+  TensorMapShape tensor;
+  uint64_t group;
+  uint32_t box_heads;
+};
+
 constexpr uint32_t kBoxColumns = 64;
 
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
@@ -32,15 +40,27 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorMapShape& s) {
+template <int kRank>
+bool encode_boxes(CUtensorMap* map, CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[kRank],
+                  const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   const auto encoder = tensor_map_encoder();
   if (!encoder) return false;
-  const cuuint64_t sizes[4] = {s.columns, s.rows, s.heads, s.batch};
-  const cuuint64_t strides[3] = {s.row_bytes, s.head_bytes, s.batch_bytes};
-  const cuuint32_t box[4] = {kBoxColumns, s.box_rows, 1, 1}, element_strides[4] = {1, 1, 1, 1};
-  return encoder(map, type, 4, const_cast<void*>(s.data), sizes, strides, box, element_strides,
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  return encoder(map, type, kRank, const_cast<void*>(data), sizes, strides, box, element_strides,
                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorMapShape& s) {
+  return encode_boxes<4>(map, type, s.data, {s.columns, s.rows, s.heads, s.batch},
+                         {s.row_bytes, s.head_bytes, s.batch_bytes}, {kBoxColumns, s.box_rows, 1, 1});
+}
+
+inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const PackedMapShape& packed) {
+  const TensorMapShape& s = packed.tensor;
+  return encode_boxes<5>(map, type, s.data, {s.columns, packed.group, s.rows, s.heads / packed.group, s.batch},
+                         {s.head_bytes, s.row_bytes, s.head_bytes * packed.group, s.batch_bytes},
+                         {kBoxColumns, packed.box_heads, s.box_rows, 1, 1});
 }
 
 }  // namespace flashsdpa::ptx

@@ -1,4 +1,4 @@
-// The bulk tensor copy engine (TMA): boxes of a 4-D tensor to and from shared memory, one thread issuing for all.
+// The bulk tensor copy engine (TMA): boxes of a tensor to and from shared memory, one thread issuing for all.
 // Elements outside the tensor read as zero and are not written, so ragged edges need no code.
 #pragma once
 
@@ -11,6 +11,10 @@ namespace flashsdpa::ptx {
 // Where a box starts: column, row, head, batch.
 struct BoxOrigin {
   int32_t column, row, head, batch;
+};
+// The same for a map whose heads come in groups, the heads of a group side by side under each row.
+struct PackedBoxOrigin {
+  int32_t column, head_in_group, row, group, batch;
 };
 
 // Whether other blocks will read the same bytes soon: what the L2 cache should keep, and what it should give up first.
@@ -36,9 +40,25 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrig
       : "memory");
 }
 
+__device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, PackedBoxOrigin at, uint32_t barrier,
+                                uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(at.column), "r"(at.head_in_group), "r"(at.row), "r"(at.group), "r"(at.batch),
+      "l"(policy)
+      : "memory");
+}
+
 __device__ inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxOrigin at) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
+               : "memory");
+}
+
+__device__ inline void tma_store(const CUtensorMap* map, uint32_t shared, PackedBoxOrigin at) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(shared), "r"(at.column), "r"(at.head_in_group), "r"(at.row), "r"(at.group), "r"(at.batch)
                : "memory");
 }
 

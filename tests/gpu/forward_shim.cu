@@ -1,20 +1,48 @@
 // The forward launcher with flat arguments, for tests that build it without torch. `strides`: those of q, k, v and out,
-// (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi.
+// (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi. `way`: consumers of
+// the instance for few queries (0: the instance for many), heads packed, splits; null: as planned.
 #include "src/cuda/launchers.h"
+#include "src/cuda/sm90/fwd_plan.h"
 
 using namespace flashsdpa;
 
-extern "C" __attribute__((visibility("default"))) const char* forward(
-    const void* q, const void* k, const void* v, void* out, void* lse, void* counter, const int64_t* strides,
-    const int64_t* sizes, const int64_t* band, int bfloat16, double scale, void* stream) {
+#define FLASHSDPA_SHIM extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+Problem problem_of(const int64_t* sizes) {
+  Problem p{};
+  p.batch = sizes[0];
+  p.heads_q = sizes[1];
+  p.heads_kv = sizes[2];
+  p.seq_q = sizes[3];
+  p.seq_k = sizes[4];
+  p.dim = sizes[5];
+  p.dim_v = sizes[6];
+  return p;
+}
+
+FwdPlan plan_of(const Problem& p, const int32_t* way) {
+  FwdPlan plan = fwd_tiling(p, way[0] == 0 ? fwd_whole_instance(p) : fwd_few_instance(p, way[0]), way[1]);
+  plan.splits = way[2];
+  return plan;
+}
+
+}  // namespace
+
+// Bytes of scratch that the call takes.
+FLASHSDPA_SHIM int64_t forward_scratch(const int64_t* sizes, const int64_t* band, const int32_t* way) {
   ForwardParams f{};
-  f.problem.batch = sizes[0];
-  f.problem.heads_q = sizes[1];
-  f.problem.heads_kv = sizes[2];
-  f.problem.seq_q = sizes[3];
-  f.problem.seq_k = sizes[4];
-  f.problem.dim = sizes[5];
-  f.problem.dim_v = sizes[6];
+  f.problem = problem_of(sizes);
+  f.problem.band = {band[0], band[1]};
+  return way ? fwd_partial_bytes(f.problem, plan_of(f.problem, way)) : forward_scratch_sm90(&f);
+}
+
+FLASHSDPA_SHIM const char* forward(const void* q, const void* k, const void* v, void* out, void* lse, void* counter,
+                                   void* scratch, const int64_t* strides, const int64_t* sizes, const int64_t* band,
+                                   const int32_t* way, int bfloat16, double scale, void* stream) {
+  ForwardParams f{};
+  f.problem = problem_of(sizes);
   f.problem.dtype = bfloat16 ? DType::kBFloat16 : DType::kFloat16;
   f.problem.scale = scale;
   f.problem.band = {band[0], band[1]};
@@ -30,6 +58,12 @@ extern "C" __attribute__((visibility("default"))) const char* forward(
   }
   f.lse = lse;
   f.counter = static_cast<int32_t*>(counter);
+  f.scratch = scratch;
+  if (way) {
+    CurrentDevice device;
+    if (const char* error = find_sm90_device(&device)) return error;
+    return fwd_launch(f, plan_of(f.problem, way), device, static_cast<cudaStream_t>(stream));
+  }
   Launch launch;
   launch.stream = stream;
   return launch_forward_sm90(&f, launch);

@@ -74,7 +74,8 @@ struct Integers {
   }
 };
 
-CUtensorMap make_map(const TensorMapShape& shape, bool bfloat16 = true) {
+template <typename Shape>
+CUtensorMap make_map(const Shape& shape, bool bfloat16 = true) {
   CUtensorMap map{};
   const auto type = bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   if (encode_tensor_map(&map, type, shape)) return map;
@@ -82,8 +83,8 @@ CUtensorMap make_map(const TensorMapShape& shape, bool bfloat16 = true) {
   std::exit(1);
 }
 CUtensorMap matrix_map(const DeviceArray<uint16_t>& data, const Integers& x, int box_rows, bool bfloat16) {
-  return make_map({data.data, uint64_t(x.columns), uint64_t(x.rows), 1, 1, uint64_t(x.columns) * 2, 16, 16,
-                   uint32_t(box_rows)}, bfloat16);
+  return make_map(TensorMapShape{data.data, uint64_t(x.columns), uint64_t(x.rows), 1, 1, uint64_t(x.columns) * 2, 16,
+                                 16, uint32_t(box_rows)}, bfloat16);
 }
 
 template <int kN, bool kBFloat16>
@@ -129,7 +130,7 @@ void check_edges() {
   const DeviceArray<uint16_t> data(values), out(std::vector<uint16_t>(64 * 64));
   for (const BoxOrigin at : {BoxOrigin{0, 0, 0, 0}, BoxOrigin{64, 64, 2, 1}, BoxOrigin{0, 64, 1, 0},
                              BoxOrigin{64, 0, 0, 1}, BoxOrigin{0, 128, 0, 0}, BoxOrigin{128, 0, 1, 1}}) {
-    run(load_box, make_map(ragged(data)), at, out.data);
+    run(load_box<BoxOrigin>, make_map(ragged(data)), at, out.data);
     const std::string name = "tma load at row " + std::to_string(at.row) + ", column " + std::to_string(at.column);
     check<uint16_t>(name, out.read(), 64, [&](int row, int column) -> uint16_t {
       const int r = at.row + row, c = at.column + column;
@@ -142,24 +143,69 @@ void check_store() {
   constexpr uint16_t kUntouched = 0x7777;
   const DeviceArray<uint16_t> data(std::vector<uint16_t>(2 * kHeads * kHeadSize, kUntouched));
   const BoxOrigin at{0, 64, 1, 1};
-  run(store_tile, make_map(ragged(data)), at);
+  run(store_tile<BoxOrigin>, make_map(ragged(data)), at);
   check<uint16_t>("stmatrix and tma store past the edge", data.read(), kStride, [&](int i, int c) -> uint16_t {
     const int head = i / kRows, row = i % kRows - at.row;
     return head == at.batch * kHeads + at.head && row >= 0 && c < kColumns ? row * 128 + c : kUntouched;
   });
 }
 
+// Row r of a packed box: head r % kPack of those from at.head_in_group on, row r / kPack of those from at.row on.
+constexpr int kPack = 2;
+PackedMapShape packed(const DeviceArray<uint16_t>& data) {
+  PackedMapShape shape{ragged(data), kHeads, kPack};
+  shape.tensor.box_rows = 64 / kPack;
+  return shape;
+}
+
+void check_packed_edges() {
+  std::vector<uint16_t> values(2 * kHeads * kHeadSize);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = uint16_t(i + 1);
+  const DeviceArray<uint16_t> data(values), out(std::vector<uint16_t>(64 * 64));
+  for (const PackedBoxOrigin at : {PackedBoxOrigin{0, 0, 0, 0, 0}, PackedBoxOrigin{64, 2, 80, 0, 1}}) {
+    run(load_box<PackedBoxOrigin>, make_map(packed(data)), at, out.data);
+    const std::string name = "packed tma load at row " + std::to_string(at.row) + ", head " + std::to_string(at.head_in_group);
+    check<uint16_t>(name, out.read(), 64, [&](int row, int column) -> uint16_t {
+      const int h = at.head_in_group + row % kPack, r = at.row + row / kPack, c = at.column + column;
+      return h < kHeads && r < kRows && c < kColumns ? values[(at.batch * kHeads + h) * kHeadSize + r * kStride + c] : 0;
+    });
+  }
+}
+
+void check_packed_store() {
+  constexpr uint16_t kUntouched = 0x7777;
+  const DeviceArray<uint16_t> data(std::vector<uint16_t>(2 * kHeads * kHeadSize, kUntouched));
+  const PackedBoxOrigin at{0, 2, 80, 0, 1};
+  run(store_tile<PackedBoxOrigin>, make_map(packed(data)), at);
+  check<uint16_t>("packed tma store past the edges", data.read(), kStride, [&](int i, int c) -> uint16_t {
+    const int head = i / kRows, row = i % kRows - at.row;
+    return head == at.batch * kHeads + at.head_in_group && row >= 0 && c < kColumns ? row * kPack * 128 + c : kUntouched;
+  });
+}
+
+void check_copies() {
+  std::vector<uint16_t> values(2 * kPairs);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = uint16_t(i + 1);
+  const DeviceArray<uint16_t> data(values), out(std::vector<uint16_t>(values.size()));
+  run(copy_pairs, static_cast<const uint16_t*>(data.data), out.data);
+  check<uint16_t>("asynchronous copies of 0, 2 and 4 bytes", out.read(), 2,
+                  [&](int i, int e) -> uint16_t { return e < i % 3 ? values[2 * i + e] : 0; });
+}
+
 void check_ring() {
   std::vector<uint16_t> values(kRounds * 64 * 64);
   for (size_t i = 0; i < values.size(); ++i) values[i] = uint16_t(i + 1);
   const DeviceArray<uint16_t> data(values), out(std::vector<uint16_t>(values.size()));
-  run(ring, make_map({data.data, 64, kRounds * 64, 1, 1, kRowBytes, 16, 16, 64}), out.data);
+  run(ring, make_map(TensorMapShape{data.data, 64, kRounds * 64, 1, 1, kRowBytes, 16, 16, 64}), out.data);
   check<uint16_t>("mbarrier ring over nine rounds", out.read(), 64, [&](int r, int c) { return values[r * 64 + c]; });
 }
 
 int main() {
   check_edges();
   check_store();
+  check_packed_edges();
+  check_packed_store();
+  check_copies();
   check_ring();
   check_widths<64, 96, 112, 128, 192, 256>();
   return all_right ? 0 : 1;

@@ -1,6 +1,7 @@
 // The kernels of ptx_self_test.cu: one block of one warpgroup each, every byte of shared memory NaN at the start.
 #pragma once
 
+#include "../../src/ptx/copy_async.cuh"
 #include "../../src/ptx/mbarrier.cuh"
 #include "../../src/ptx/tma.cuh"
 #include "../../src/ptx/warpgroup.cuh"
@@ -45,7 +46,8 @@ __device__ uint32_t barrier_at(int i) {
 
 __device__ void load_boxes(uint32_t shared, const CUtensorMap* map, int boxes, int rows, uint32_t barrier) {
   for (int box = 0; box < boxes; ++box) {
-    tma_load(shared + box * rows * kRowBytes, map, {64 * box, 0, 0, 0}, barrier, cache_policy<Reuse::kNone>());
+    tma_load(shared + box * rows * kRowBytes, map, BoxOrigin{64 * box, 0, 0, 0}, barrier,
+             cache_policy<Reuse::kNone>());
   }
 }
 
@@ -130,9 +132,10 @@ __global__ void __launch_bounds__(kThreads)
   write_accumulators(d, out);
 }
 
-// The box of 64 x 64 at `at`, as it arrives.
+// The box of 64 x 64 at `at`, as it arrives. Origin: of a plain or of a packed map.
+template <typename Origin>
 __global__ void __launch_bounds__(kThreads)
-    load_box(const __grid_constant__ CUtensorMap map, BoxOrigin at, uint16_t* out) {
+    load_box(const __grid_constant__ CUtensorMap map, Origin at, uint16_t* out) {
   const uint32_t tile = prepare(1), barrier = barrier_at(0);
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect(barrier, 64 * kRowBytes);
@@ -142,8 +145,19 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < 64 * 64; i += kThreads) out[i] = load_shared_2(tile + swizzled(64, i / 64, i % 64));
 }
 
+// Pair i of elements: 2 * (i % 3) bytes of it copied asynchronously, the rest zero.
+constexpr int kPairs = 64 * 32;
+__global__ void __launch_bounds__(kThreads) copy_pairs(const uint16_t* from, uint16_t* out) {
+  const uint32_t tile = prepare(0);
+  for (int i = threadIdx.x; i < kPairs; i += kThreads) copy_async_4(tile + 4 * i, from + 2 * i, 2 * (i % 3));
+  copy_async_wait();
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * kPairs; i += kThreads) out[i] = load_shared_2(tile + 2 * i);
+}
+
 // A tile of 64 x 128 whose element (r, c) is 128 r + c, put together by stmatrix, stored as two boxes.
-__global__ void __launch_bounds__(kThreads) store_tile(const __grid_constant__ CUtensorMap map, BoxOrigin at) {
+template <typename Origin>
+__global__ void __launch_bounds__(kThreads) store_tile(const __grid_constant__ CUtensorMap map, Origin at) {
   const uint32_t tile = prepare(0);
   const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16;
   for (int j = 0; j < 8; ++j) {  // 16 columns at a time
@@ -158,7 +172,8 @@ __global__ void __launch_bounds__(kThreads) store_tile(const __grid_constant__ C
   __syncthreads();
   if (threadIdx.x == 0) {
     for (int box = 0; box < 2; ++box) {
-      tma_store(&map, tile + box * 64 * kRowBytes, {at.column + 64 * box, at.row, at.head, at.batch});
+      tma_store(&map, tile + box * 64 * kRowBytes, at);
+      at.column += 64;
     }
     tma_store_commit();
     tma_store_wait_read();
@@ -175,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) ring(const __grid_constant__ CUtenso
       const int slot = round % kSlots;
       mbarrier_wait(barrier_at(kSlots + slot), (round / kSlots % 2) ^ 1);
       mbarrier_arrive_expect(barrier_at(slot), 64 * kRowBytes);
-      tma_load(tiles + slot * 64 * kRowBytes, &map, {0, 64 * round, 0, 0}, barrier_at(slot),
+      tma_load(tiles + slot * 64 * kRowBytes, &map, BoxOrigin{0, 64 * round, 0, 0}, barrier_at(slot),
                cache_policy<Reuse::kNone>());
     }
   } else if (warp > 0) {

@@ -7,13 +7,17 @@
 
 namespace flashsdpa {
 
-// One of q, k, v, out as the kernel reaches it: through its tensor map, or by ordinary accesses where TMA cannot.
+constexpr int kConsumerRows = 64;   // of one consumer warpgroup: the M of wgmma
+constexpr int kMaxFwdSplits = 128;  // about as many as there are processors
+
+// One of q, k, v, out as the kernel reaches it: through its tensor map, or by accesses of its own where TMA cannot.
 struct FwdTensor {
   uint16_t* data;
   int64_t stride_batch, stride_head, stride_row;  // in elements
   int32_t rows, columns;
   int32_t map_batch, map_head;  // 0 where the axis is left out of the map (a broadcast axis), else 1
   bool tma;
+  bool words;  // every row starts at a multiple of 4 bytes
 };
 
 // The order in which tiles (query block, head) are visited. Heads go in sections whose K and V fit the L2 cache; in a
@@ -21,21 +25,42 @@ struct FwdTensor {
 // (`longest_first`) this is done in passes: first the later half of the blocks in all sections, then the later half of
 // the rest, ..., so that the tiles left for the end, when blocks run out of work at different times, are short.
 struct FwdOrder {
-  uint32_t tiles, blocks_m, heads, section;
+  uint32_t tiles, blocks_m, heads, section;  // few queries: `tiles` counts a tile once for each split
   bool longest_first;
 };
 
+// Results of a part of the keys of every row; rows are numbered (batch, query head, query).
+struct FwdPartial {
+  float* out;     // (splits, rows, row_floats): the sum of exp(score - max) * v; past the columns of v zeros
+  float* weight;  // (splits, rows, 2): max, a reference in units of scores before scaling, and the sum of exp(score - max)
+  int32_t rows;
+  int32_t row_floats;  // columns of v rounded up to a multiple of 4, so that rows are 16-byte aligned
+};
+
+// What kernels for few queries (FwdTile::kFew) are told besides. There a "head" of the order of tiles is a pack: `pack` of
+// the query heads that share a head of k and v, side by side, so that row r of a consumer is head r % pack of the pack and
+// query r / pack. And a piece of work is a tile against one of `splits` parts of its keys.
+struct FwdFew {
+  int32_t heads_q, group;  // query heads, and how many of them share a head of k and v
+  int32_t pack;
+  int32_t queries;  // of a consumer: 64 / pack, rounded down; rows from pack * queries on stand for nothing
+  int32_t splits;   // 1: the output is final
+  FwdPartial partial;
+};
+
 struct FwdArgs {
-  CUtensorMap map_q, map_k, map_v, map_out;  // boxes of 64 columns; 64 rows of q and out, kBlockN of k and v
+  // Boxes of 64 columns; 64 rows of q and out (few queries: `queries` times `pack` heads), kBlockN of k and v.
+  CUtensorMap map_q, map_k, map_v, map_out;
   FwdTensor q, k, v, out;
   float* lse;  // (batch, heads_q, seq_q), natural logarithm
   FwdOrder order;
   uint32_t* counter;  // tiles taken beyond the first of each block, 0 at the start; null: tiles are dealt out in turn
-  int32_t heads_q, group;  // query heads, and how many of them share a head of k and v
+  int32_t heads_q, group;  // heads in the order of tiles, and how many of them share a head of k and v
   int32_t seq_q, seq_k;
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits
   float scale;               // > 0; scores are (q . k) * sign * scale
   float sign;                // -1, 0, 1
+  FwdFew few;
 };
 
 }  // namespace flashsdpa

@@ -7,10 +7,10 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV, int kConsumers>
+template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew>
 const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
-  using Tile = FwdTile<kDim, kDimV, kConsumers>;
-  const auto kernel = flashsdpa_fwd_sm90<kType, kDim, kDimV, kConsumers>;
+  using Tile = FwdTile<kDim, kDimV, kConsumers, kFew>;
+  const auto kernel = flashsdpa_fwd_sm90<kType, kDim, kDimV, kConsumers, kFew>;
   static std::atomic<uint64_t> allowed{0};  // bit per device on which the kernel may take its shared memory
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (!(allowed.load(std::memory_order_relaxed) & bit)) {
@@ -23,11 +23,12 @@ const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, int device
   return error_text(cudaGetLastError());
 }
 
-template <int kDim, int kDimV, int kConsumers>
+template <int kDim, int kDimV, int kConsumers, bool kFew = false>
 constexpr FwdInstance fwd_make_instance() {
-  using Tile = FwdTile<kDim, kDimV, kConsumers>;
-  return {Tile::kBlockM, Tile::kBlockN, Tile::kStages, fwd_launch_instance<DType::kBFloat16, kDim, kDimV, kConsumers>,
-          fwd_launch_instance<DType::kFloat16, kDim, kDimV, kConsumers>};
+  using Tile = FwdTile<kDim, kDimV, kConsumers, kFew>;
+  return {kFew, Tile::kConsumers, Tile::kBlockN, Tile::kStages, kDim, kDimV,
+          fwd_launch_instance<DType::kBFloat16, kDim, kDimV, kConsumers, kFew>,
+          fwd_launch_instance<DType::kFloat16, kDim, kDimV, kConsumers, kFew>};
 }
 
 }  // namespace flashsdpa

@@ -9,12 +9,21 @@
 namespace flashsdpa {
 
 struct FwdInstance {
-  int block_m, block_n, stages;
+  bool few;        // for few queries: may pack heads and split keys
+  int consumers;   // 64 rows each
+  int block_n, stages;
+  int dim, dim_v;  // columns carried
+  int block_m() const { return consumers * kConsumerRows; }
   // `blocks` thread blocks of the current device share the tiles. Null, or an error text.
   const char* (*launch_bfloat16)(const FwdArgs& args, uint32_t blocks, int device, cudaStream_t stream);
   const char* (*launch_float16)(const FwdArgs& args, uint32_t blocks, int device, cudaStream_t stream);
 };
 
 extern const FwdInstance kFwdD64, kFwdD64Short, kFwdD96, kFwdD128, kFwdD192V128, kFwdD192, kFwdD256;
+// For few queries: of 64 and of 128 rows.
+extern const FwdInstance kFwdFew64D64, kFwdFew64D128, kFwdFew64D256, kFwdFew128D64, kFwdFew128D128, kFwdFew128D256;
+
+// Sums the parts of a split launch into out and the log-sum-exp; args as that launch had them. Null, or an error text.
+const char* fwd_combine(const FwdArgs& args, DType dtype, cudaStream_t stream);
 
 }  // namespace flashsdpa

@@ -74,6 +74,9 @@ __device__ inline void fwd_init_barriers(const FwdShared<Tile>& shared) {
 // kAlone: all tensors go by TMA, and thread 0 does it alone; else the whole warpgroup is here.
 template <typename Tile, bool kAlone>
 __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& shared, int thread) {
+  // One consumer: mostly decoding, which reads a key once.
+  constexpr ptx::Reuse kKeyReuse = Tile::kConsumers > 1 ? ptx::Reuse::kSoon : ptx::Reuse::kNone;
+  const int queries = fwd_queries<Tile>(args);
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
   uint32_t q_phase = 0, next = blockIdx.x;
@@ -81,13 +84,13 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     FwdWork work;
     if (kAlone || thread == 0) {
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
-      work = fwd_work<Tile::kBlockM, Tile::kBlockN>(args, next);
-      fwd_put_work(shared.tile(tile_ring.stage()), work);
+      work = fwd_work<Tile>(args, next);
+      fwd_put_work<Tile::kFew>(shared.tile(tile_ring.stage()), work);
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
     if constexpr (!kAlone) {
       ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
-      work = fwd_get_work(shared.tile(tile_ring.stage()));
+      work = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
     }
     tile_ring.advance();
     if (work.end()) break;
@@ -102,17 +105,17 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     const int head_kv = work.head / args.group;
 
     const auto load_k = [&](int n) {
-      ptx::mbarrier_wait(shared.empty_k(k_ring.stage()), k_ring.phase() ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kSoon, kAlone>(
-          shared.k(k_ring.stage()), shared.full_k(k_ring.stage()), args.k, &args.map_k,
-          {n * Tile::kBlockN, head_kv, work.batch}, thread);
+      const int stage = k_ring.stage();
+      const FwdSlot slot{shared.k(stage), shared.full_k(stage), shared.empty_k(stage), k_ring.phase() ^ 1};
+      load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(slot, args.k, &args.map_k, n * Tile::kBlockN, head_kv,
+                                                                work.batch, thread);
       k_ring.advance();
     };
     const auto load_v = [&](int n) {
-      ptx::mbarrier_wait(shared.empty_v(v_ring.stage()), v_ring.phase() ^ 1);
-      load_tile<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kSoon, kAlone>(
-          shared.v(v_ring.stage()), shared.full_v(v_ring.stage()), args.v, &args.map_v,
-          {n * Tile::kBlockN, head_kv, work.batch}, thread);
+      const int stage = v_ring.stage();
+      const FwdSlot slot{shared.v(stage), shared.full_v(stage), shared.empty_v(stage), v_ring.phase() ^ 1};
+      load_rows<Tile::kBlockN, Tile::kBoxesV, kKeyReuse, kAlone>(slot, args.v, &args.map_v, n * Tile::kBlockN, head_kv,
+                                                                 work.batch, thread);
       v_ring.advance();
     };
 
@@ -120,10 +123,8 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     load_k(work.last - 1);
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
-      ptx::mbarrier_wait(shared.empty_q(c), q_phase ^ 1);
-      load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(
-          shared.q(c), shared.full_q(c), args.q, &args.map_q,
-          {work.row + c * kConsumerRows, work.head, work.batch}, thread);
+      const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
+      load_queries<Tile, kAlone>(slot, args, work.row + c * queries, work.head, work.batch, thread);
     }
     q_phase ^= 1;
 #pragma unroll 1
@@ -136,17 +137,21 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
   }
 }
 
-// The consumers take turns in issuing products, in a ring.
+// The consumers take turns in issuing products, in a ring; one alone has nobody to wait for.
 template <int kConsumers>
 struct Turn {
   int consumer;
   static constexpr int kThreads = 2 * ptx::kWarpgroupThreads;  // the one that waits and the one that passes
   __device__ static int id(int c) { return int(FwdBarrier::kTurn) + c; }
   __device__ void begin() const {
-    if (consumer == kConsumers - 1) ptx::barrier_arrive(id(0), kThreads);
+    if (kConsumers > 1 && consumer == kConsumers - 1) ptx::barrier_arrive(id(0), kThreads);
   }
-  __device__ void wait() const { ptx::barrier_sync(id(consumer), kThreads); }
-  __device__ void pass() const { ptx::barrier_arrive(id(consumer + 1 == kConsumers ? 0 : consumer + 1), kThreads); }
+  __device__ void wait() const {
+    if (kConsumers > 1) ptx::barrier_sync(id(consumer), kThreads);
+  }
+  __device__ void pass() const {
+    if (kConsumers > 1) ptx::barrier_arrive(id(consumer + 1 == kConsumers ? 0 : consumer + 1), kThreads);
+  }
 };
 
 template <typename Tile, bool kBFloat16>
@@ -156,6 +161,10 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   const bool elected = thread == 0;
   const float scale_log2 = args.scale * 1.4426950408889634f;
   const int out_barrier = int(FwdBarrier::kOut) + consumer;
+  const int queries = fwd_queries<Tile>(args);
+  // The queries of this lane's two rows, counted from the consumer's first.
+  const int lane_query = Tile::kFew ? lane_row / args.few.pack : lane_row;
+  const int query_step = Tile::kFew ? (lane_row + 8) / args.few.pack - lane_query : 8;
   const Turn<Tile::kConsumers> turn{consumer};
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
@@ -190,18 +199,23 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     ptx::wgmma_commit();
   };
 
+  if constexpr (Tile::kFew) {
+    zero_unused_rows<Tile>(shared.q(consumer), args.few.pack * args.few.queries, thread);
+    ptx::fence_proxy_shared();
+    ptx::barrier_sync(out_barrier, ptx::kWarpgroupThreads);
+  }
   turn.begin();
   while (true) {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
-    const FwdWork work = fwd_get_work(shared.tile(tile_ring.stage()));
+    const FwdWork work = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
     __syncwarp();
     free_stage(shared.empty_tile(tile_ring.stage()));
     tile_ring.advance();
     if (work.end()) break;
-    const int row = work.row + consumer * kConsumerRows;
+    const int row = work.row + consumer * queries;  // the first query
     // Key blocks from `plain_until` on, and before `plain_from`, hold keys that some row here does not see.
     const int plain_until = args.sign == 1.f ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
-    const int plain_from = (clamp_to(row + kConsumerRows - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
+    const int plain_from = (clamp_to(row + queries - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
     OnlineSoftmax softmax;
 
     // All that is not done to every block; a scale that is not positive makes every block one of these.
@@ -211,12 +225,12 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
-      const int first_column = n * kBlockN + 2 * (lane % 4), first_row = row + lane_row;
-      const int last[2] = {min(first_row + args.band_hi, args.seq_k - 1) - first_column,
-                           min(first_row + 8 + args.band_hi, args.seq_k - 1) - first_column};
+      const int first_column = n * kBlockN + 2 * (lane % 4), query = row + lane_query;
+      const int last[2] = {min(query + args.band_hi, args.seq_k - 1) - first_column,
+                           min(query + query_step + args.band_hi, args.seq_k - 1) - first_column};
       mask_after(s, last);
       if (n < plain_from) {
-        const int first[2] = {first_row + args.band_lo - first_column, first_row + 8 + args.band_lo - first_column};
+        const int first[2] = {query + args.band_lo - first_column, query + query_step + args.band_lo - first_column};
         mask_before(s, first);
       }
     };
@@ -291,16 +305,18 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 
     softmax.reduce();
     const float factor[2] = {softmax.inverse(0), softmax.inverse(1)};
-    if (lane % 4 == 0) {
-      float* lse = args.lse + (int64_t(work.batch) * args.heads_q + work.head) * args.seq_q;
+    const bool partial = Tile::kFew && args.few.splits > 1;
+    if (!partial && lane % 4 == 0) {
+      const int heads_q = Tile::kFew ? args.few.heads_q : args.heads_q;
+      float* lse = args.lse + (int64_t(work.batch) * heads_q + fwd_first_head<Tile>(args, work.head)) * args.seq_q;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row + lane_row + 8 * half;
-        if (r < args.seq_q) lse[r] = softmax.log_sum_exp(half, args.scale);
+        const FwdRow at = fwd_row<Tile>(args, work.head, row, lane_row + 8 * half);
+        if (at.used) lse[at.further_head * args.seq_q + at.query] = softmax.log_sum_exp(half, args.scale);
       }
     }
     // The output of a tile without keys cannot go through Q's memory: Q of the next tile may be there already.
-    if (args.out.tma && (Tile::kOwnOut || !work.empty())) {
+    if (!partial && args.out.tma && (Tile::kOwnOut || !work.empty())) {
       // Own staging memory: the store of the tile before must have read it. Q's memory: all warps must be done with Q.
       fwd_delay(FwdPoint::kStore);
       if (elected) ptx::tma_store_wait_read();
@@ -311,7 +327,11 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       fwd_delay(FwdPoint::kStore);
       if (elected && row < args.seq_q) store_staged<Tile>(shared.out(consumer), args, row, work.head, work.batch);
     } else {
-      store_plain<Tile, kBFloat16>(args.out, o, factor, row, work.head, work.batch, thread);
+      if (partial) {
+        store_partial<Tile>(args, o, softmax, work, row, thread);
+      } else {
+        store_plain<Tile, kBFloat16>(args, o, factor, row, work.head, work.batch, thread);
+      }
       if constexpr (!Tile::kOwnOut) ptx::barrier_sync(out_barrier, ptx::kWarpgroupThreads);
     }
     if constexpr (!Tile::kOwnOut) {
@@ -325,10 +345,10 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }
 
-template <DType kType, int kDim, int kDimV, int kConsumers>
-__global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers>::kThreads), 1)
+template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew>
+__global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers, kFew>::kThreads), 1)
     flashsdpa_fwd_sm90(const __grid_constant__ FwdArgs args) {
-  using Tile = FwdTile<kDim, kDimV, kConsumers>;
+  using Tile = FwdTile<kDim, kDimV, kConsumers, kFew>;
   extern __shared__ uint8_t memory[];
   const FwdShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};
   // The same for all threads of a warp, and told so to the compiler.
@@ -339,14 +359,14 @@ __global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers>::kThreads), 
   __syncthreads();
 
   if (warpgroup == 0) {
-    ptx::registers_give<Tile::kProducerRegisters>();
+    if constexpr (Tile::kHandOver) ptx::registers_give<Tile::kProducerRegisters>();
     if (!(args.q.tma && args.k.tma && args.v.tma)) {
       fwd_produce<Tile, false>(args, shared, thread);
     } else if (thread == 0) {
       fwd_produce<Tile, true>(args, shared, thread);
     }
   } else {
-    ptx::registers_take<Tile::kConsumerRegisters>();
+    if constexpr (Tile::kHandOver) ptx::registers_take<Tile::kConsumerRegisters>();
     fwd_consume<Tile, kType == DType::kBFloat16>(args, shared, warpgroup - 1, thread);
   }
 }

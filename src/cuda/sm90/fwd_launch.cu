@@ -1,11 +1,10 @@
-// Host side of the forward kernel: picks the instance, describes the tensors, orders the tiles, launches.
+// Host side of the forward kernel: describes the tensors, orders the tiles of the plan (fwd_plan.h), launches.
 #include <algorithm>
 #include <cmath>
 
 #include "../../ptx/tensor_map.h"
-#include "../common/status.h"
 #include "../launchers.h"
-#include "fwd_instances.h"
+#include "fwd_plan.h"
 
 namespace flashsdpa {
 namespace {
@@ -13,19 +12,7 @@ namespace {
 constexpr int64_t kMaxDim = 256;
 constexpr int64_t kMaxLength = int64_t{1} << 29;      // so that a row plus a band limit fits 32 bits
 constexpr int64_t kCacheForKeys = 24 * 1024 * 1024;   // K and V of the heads in flight stay in half of the L2 cache
-constexpr int kConsumerRowsOfBox = 64;
-
-int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
-
-const FwdInstance& pick_instance(const Problem& p) {
-  constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
-  const int64_t larger = std::max(p.dim, p.dim_v);
-  if (larger <= 64) return p.seq_k < kShort ? kFwdD64Short : kFwdD64;
-  if (larger <= 96) return kFwdD96;
-  if (larger <= 128) return kFwdD128;
-  if (larger <= 192) return p.dim_v <= 128 ? kFwdD192V128 : kFwdD192;
-  return kFwdD256;
-}
+constexpr int kUsualProcessors = 132;                 // of an H100 or H200, where there is none to ask
 
 struct TensorSizes {
   int64_t batch, heads, rows, columns;
@@ -41,15 +28,26 @@ FwdTensor reach(const void* data, const int64_t (&stride)[4], const TensorSizes&
   const auto suits = [](int64_t step) { return step > 0 && step * 2 % kTmaAlign == 0 && step * 2 < kMaxStride; };
   FwdTensor tensor{static_cast<uint16_t*>(const_cast<void*>(data)), stride[0], stride[1], stride[2],
                    static_cast<int32_t>(size.rows), static_cast<int32_t>(size.columns), used(size.batch, stride[0]),
-                   used(size.heads, stride[1]), true};
+                   used(size.heads, stride[1]), true, false};
   if (size.rows == 0) return tensor;  // nothing of it is ever read
   tensor.tma = reinterpret_cast<uintptr_t>(data) % kTmaAlign == 0 && (size.rows == 1 || suits(stride[2])) &&
                (!tensor.map_head || suits(stride[1])) && (!tensor.map_batch || suits(stride[0]));
+  const auto even = [](int64_t length, int64_t step) { return length == 1 || step % 2 == 0; };
+  tensor.words = reinterpret_cast<uintptr_t>(data) % 4 == 0 && even(size.rows, stride[2]) && even(size.heads, stride[1]) &&
+                 even(size.batch, stride[0]);
   return tensor;
 }
 
-// The tensor map of a tensor that TMA can reach.
-const char* encode(const FwdTensor& tensor, const TensorSizes& size, DType dtype, int box_rows, CUtensorMap* map) {
+// The same for q and out, whose map for few queries has an axis of heads in a group and one of groups.
+FwdTensor reach_rows(const void* data, const int64_t (&stride)[4], const TensorSizes& size, const FwdPlan& plan) {
+  FwdTensor tensor = reach(data, stride, size);
+  if (plan.instance->few && size.heads > 1 && !tensor.map_head) tensor.tma = false;
+  return tensor;
+}
+
+// The tensor map of a tensor that TMA can reach; `plan` for q and out.
+const char* encode(const FwdTensor& tensor, const TensorSizes& size, DType dtype, int64_t box_rows, const FwdPlan* plan,
+                   CUtensorMap* map) {
   if (!tensor.tma || size.rows == 0) return nullptr;
   const auto length = [](bool used, int64_t n) { return used ? static_cast<uint64_t>(n) : 1; };
   const auto bytes = [](bool used, int64_t step) { return static_cast<uint64_t>(used ? step * 2 : kTmaAlign); };
@@ -59,7 +57,10 @@ const char* encode(const FwdTensor& tensor, const TensorSizes& size, DType dtype
       bytes(size.rows > 1, tensor.stride_row), bytes(tensor.map_head, tensor.stride_head),
       bytes(tensor.map_batch, tensor.stride_batch), static_cast<uint32_t>(box_rows)};
   const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (ptx::encode_tensor_map(map, type, shape)) return nullptr;
+  const bool packed = plan && plan->instance->few;
+  const ptx::PackedMapShape pack{shape, packed ? static_cast<uint64_t>(plan->group) : 1,
+                                 packed ? static_cast<uint32_t>(plan->pack) : 1};
+  if (packed ? ptx::encode_tensor_map(map, type, pack) : ptx::encode_tensor_map(map, type, shape)) return nullptr;
   return "flashsdpa_fwd_sm90: the driver refused a tensor map (cuTensorMapEncodeTiled, CUDA 12.0 or newer)";
 }
 
@@ -72,26 +73,37 @@ struct FwdSizes {
         out{p.batch, p.heads_q, p.seq_q, p.dim_v} {}
 };
 
-void reach_all(const ForwardParams& f, const FwdSizes& size, FwdArgs* args) {
-  args->q = reach(f.q.data, f.q.stride, size.q);
+void reach_all(const ForwardParams& f, const FwdSizes& size, const FwdPlan& plan, FwdArgs* args) {
+  args->q = reach_rows(f.q.data, f.q.stride, size.q, plan);
   args->k = reach(f.k.data, f.k.stride, size.k);
   args->v = reach(f.v.data, f.v.stride, size.v);
-  args->out = reach(f.out.data, f.out.stride, size.out);
+  args->out = reach_rows(f.out.data, f.out.stride, size.out, plan);
 }
 
 // Section: as many heads as fit the cache with their K and V. Without a band every tile costs the same, and one group
 // of heads at a time is best for the cache.
-FwdOrder make_order(const Problem& p, int block_m) {
-  const int64_t heads = p.batch * p.heads_q, group = p.heads_q / p.heads_kv;
+FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
+  const int64_t heads = p.batch * p.heads_kv * plan.packs, group = plan.packs;
   const int64_t bytes_per_head = std::max<int64_t>(1, p.seq_k * (p.dim + p.dim_v) * 2);
   const int64_t section = std::max<int64_t>(1, kCacheForKeys / bytes_per_head) * group;
   FwdOrder order{};
-  order.blocks_m = static_cast<uint32_t>(ceil_div(p.seq_q, block_m));
+  order.blocks_m = static_cast<uint32_t>(plan.blocks_m);
   order.heads = static_cast<uint32_t>(heads);
   order.longest_first = !p.band.open();
   order.section = static_cast<uint32_t>(std::min(heads, p.band.open() ? group : section));
-  order.tiles = order.blocks_m * order.heads;
+  order.tiles = static_cast<uint32_t>(plan.tiles * plan.splits);
   return order;
+}
+
+int64_t row_floats(const Problem& p) { return ceil_div(p.dim_v, 4) * 4; }
+
+FwdPartial make_partial(const Problem& p, const FwdPlan& plan, void* scratch) {
+  FwdPartial partial{};
+  partial.rows = static_cast<int32_t>(p.batch * p.heads_q * p.seq_q);
+  partial.row_floats = static_cast<int32_t>(row_floats(p));
+  partial.out = static_cast<float*>(scratch);
+  partial.weight = partial.out + int64_t{plan.splits} * partial.rows * partial.row_floats;
+  return partial;
 }
 
 enum class Deal { kOnce, kStatic, kDynamic };  // one tile a block; tiles dealt out in turn; as blocks get free
@@ -110,32 +122,33 @@ const char* refuse(const Problem& p) {
   return nullptr;
 }
 
+bool nothing_to_do(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0; }
+
 }  // namespace
 
-const char* launch_forward_sm90(const void* params, const Launch& launch) {
-  const ForwardParams& f = *static_cast<const ForwardParams*>(params);
-  const Problem& p = f.problem;
-  if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0) return nullptr;
-  CurrentDevice device;
-  if (const char* reason = find_sm90_device(&device)) return reason;
-  if (const char* reason = refuse(p)) return reason;
-  const FwdInstance& instance = pick_instance(p);
+int64_t fwd_partial_bytes(const Problem& p, const FwdPlan& plan) {
+  if (plan.splits == 1) return 0;
+  constexpr int64_t kWeightFloats = 2;
+  return plan.splits * p.batch * p.heads_q * p.seq_q * (row_floats(p) + kWeightFloats) * int64_t{sizeof(float)};
+}
 
+const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const CurrentDevice& device, cudaStream_t stream) {
+  const Problem& p = f.problem;
+  const FwdInstance& instance = *plan.instance;
   FwdArgs args{};
   const FwdSizes size(p);
-  reach_all(f, size, &args);
-  const char* error = encode(args.q, size.q, p.dtype, kConsumerRowsOfBox, &args.map_q);
-  if (!error) error = encode(args.k, size.k, p.dtype, instance.block_n, &args.map_k);
-  if (!error) error = encode(args.v, size.v, p.dtype, instance.block_n, &args.map_v);
-  if (!error) error = encode(args.out, size.out, p.dtype, kConsumerRowsOfBox, &args.map_out);
+  reach_all(f, size, plan, &args);
+  const char* error = encode(args.q, size.q, p.dtype, plan.queries, &plan, &args.map_q);
+  if (!error) error = encode(args.k, size.k, p.dtype, instance.block_n, nullptr, &args.map_k);
+  if (!error) error = encode(args.v, size.v, p.dtype, instance.block_n, nullptr, &args.map_v);
+  if (!error) error = encode(args.out, size.out, p.dtype, plan.queries, &plan, &args.map_out);
   if (error) return error;
 
-  const int64_t tiles = ceil_div(p.seq_q, instance.block_m) * p.batch * p.heads_q;
-  if (tiles > INT32_MAX) return "flashsdpa_fwd_sm90 takes up to 2^31 tiles of queries; split the batch";
+  if (plan.tiles > INT32_MAX) return "flashsdpa_fwd_sm90 takes up to 2^31 tiles of queries; split the batch";
   args.lse = static_cast<float*>(f.lse);
-  args.order = make_order(p, instance.block_m);
-  args.heads_q = static_cast<int32_t>(p.heads_q);
-  args.group = static_cast<int32_t>(p.heads_q / p.heads_kv);
+  args.order = make_order(p, plan);
+  args.heads_q = static_cast<int32_t>(p.heads_kv * plan.packs);
+  args.group = static_cast<int32_t>(plan.packs);
   args.seq_q = static_cast<int32_t>(p.seq_q);
   args.seq_k = static_cast<int32_t>(p.seq_k);
   // A limit beyond the last key for the first query, or before the first key for the last one, may as well be there.
@@ -143,8 +156,13 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   args.band_hi = static_cast<int32_t>(std::clamp(p.band.hi, -p.seq_q, p.seq_k));
   args.scale = p.scale == 0 ? 1.f : static_cast<float>(std::fabs(p.scale));
   args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
+  args.few.heads_q = static_cast<int32_t>(p.heads_q);
+  args.few.group = static_cast<int32_t>(plan.group);
+  args.few.pack = static_cast<int32_t>(plan.pack);
+  args.few.queries = static_cast<int32_t>(plan.queries);
+  args.few.splits = plan.splits;
+  if (plan.splits > 1) args.few.partial = make_partial(p, plan, f.scratch);
 
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
   const Deal deal = args.order.tiles <= static_cast<uint32_t>(device.processors) ? Deal::kOnce : pick_deal(f);
   if (deal == Deal::kDynamic) {
     args.counter = reinterpret_cast<uint32_t*>(f.counter);
@@ -152,18 +170,40 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   }
   const uint32_t blocks = deal == Deal::kOnce ? args.order.tiles : static_cast<uint32_t>(device.processors);
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
-  return run(args, blocks, device.number, stream);
+  error = run(args, blocks, device.number, stream);
+  return error || plan.splits == 1 ? error : fwd_combine(args, p.dtype, stream);
+}
+
+const char* launch_forward_sm90(const void* params, const Launch& launch) {
+  const ForwardParams& f = *static_cast<const ForwardParams*>(params);
+  const Problem& p = f.problem;
+  if (nothing_to_do(p)) return nullptr;
+  CurrentDevice device;
+  if (const char* reason = find_sm90_device(&device)) return reason;
+  if (const char* reason = refuse(p)) return reason;
+  const FwdPlan plan = fwd_plan(p, device.processors, f.scratch != nullptr);
+  return fwd_launch(f, plan, device, static_cast<cudaStream_t>(launch.stream));
+}
+
+int64_t forward_scratch_sm90(const void* params) {
+  const Problem& p = static_cast<const ForwardParams*>(params)->problem;
+  CurrentDevice device;
+  if (nothing_to_do(p) || refuse(p) || find_sm90_device(&device)) return 0;
+  return fwd_partial_bytes(p, fwd_plan(p, device.processors, /*may_split=*/true));
 }
 
 void describe_forward_sm90(const void* params, KernelDetail* detail) {
   const ForwardParams& f = *static_cast<const ForwardParams*>(params);
-  const FwdInstance& instance = pick_instance(f.problem);
+  CurrentDevice device;
+  const int processors = find_sm90_device(&device) ? kUsualProcessors : device.processors;
+  const FwdPlan plan = fwd_plan(f.problem, processors, /*may_split=*/true);
   FwdArgs args{};
-  reach_all(f, FwdSizes(f.problem), &args);
-  *detail = {instance.block_m, instance.block_n, instance.stages,
+  reach_all(f, FwdSizes(f.problem), plan, &args);
+  *detail = {plan.instance->block_m(), plan.instance->block_n, plan.instance->stages,
              f.problem.band.open() ? "a head's tiles together, taken as blocks get free"
                                    : "longest tiles first, taken as blocks get free",
-             {args.q.tma, args.k.tma, args.v.tma, args.out.tma}};
+             {args.q.tma, args.k.tma, args.v.tma, args.out.tma},
+             plan.splits, static_cast<int32_t>(plan.pack)};
 }
 
 }  // namespace flashsdpa

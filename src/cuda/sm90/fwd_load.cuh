@@ -2,21 +2,18 @@
 // or strides do not suit it. Both leave the same bytes and complete the same barrier by one arrival.
 #pragma once
 
+#include "../../ptx/copy_async.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "fwd_args.h"
 #include "fwd_delays.cuh"
+#include "fwd_rows.cuh"
 #include "fwd_tiles.h"
 
 namespace flashsdpa {
 
 enum class FwdBarrier : int { kBlock = 0, kProducer = 1, kTurn = 2 /* + consumer */, kOut = 5 /* + consumer */ };
-
-// Where a tile starts in its tensor.
-struct FwdOrigin {
-  int row, head, batch;
-};
 
 // Where element (row, 8 * chunk) of a tile of `kRows` rows lies: boxes of 64 columns, and in each row of 128 bytes the
 // 16-byte chunks permuted by the row.
@@ -25,15 +22,38 @@ __device__ inline uint32_t swizzled_offset(int row, int chunk) {
   return (chunk / 8) * (kRows * kBoxRowBytes) + row * kBoxRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
-template <int kRows, int kBoxes>
-__device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor, FwdOrigin at, int thread) {
+// line(r): where row r of the tile starts, or null if there is no such row.
+//
+// By asynchronous copies of 4 bytes, which take no registers, so that the whole tile is under way at once: a warp takes a row,
+// a lane two columns of each box.
+template <int kRows, int kBoxes, typename Line>
+__device__ inline void load_tile_words(uint32_t shared, const FwdTensor& tensor, const Line& line, int thread) {
+  constexpr int kWarps = ptx::kWarpgroupThreads / ptx::kWarpLanes;
+  const int lane = thread % ptx::kWarpLanes;
+#pragma unroll 1
+  for (int r = thread / ptx::kWarpLanes; r < kRows; r += kWarps) {
+    const uint16_t* row = line(r);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int column = box * kBoxColumns + 2 * lane;
+      const int elements = row ? clamp_to(tensor.columns - column, 0, 2) : 0;
+      ptx::copy_async_4(shared + swizzled_offset<kRows>(r, box * 8 + lane / 4) + lane % 4 * 4,
+                        elements > 0 ? row + column : tensor.data, elements * kElementBytes);
+    }
+  }
+  ptx::copy_async_wait();
+}
+
+// By elements, where rows start anywhere.
+template <int kRows, int kBoxes, typename Line>
+__device__ inline void load_tile_elements(uint32_t shared, const FwdTensor& tensor, const Line& line, int thread) {
   constexpr int kQuads = kBoxes * 16;  // of 4 elements: more loads in flight do not fit the producer's registers
-  const uint16_t* base = tensor.data + at.batch * tensor.stride_batch + at.head * tensor.stride_head;
 #pragma unroll 1
   for (int i = thread; i < kRows * kQuads; i += ptx::kWarpgroupThreads) {
     const int r = i / kQuads, quad = i % kQuads;
-    const int columns = at.row + r < tensor.rows ? tensor.columns - 4 * quad : 0;
-    const uint16_t* source = base + (at.row + r) * tensor.stride_row + 4 * quad;
+    const uint16_t* source = line(r);
+    const int columns = source ? tensor.columns - 4 * quad : 0;
+    source += 4 * quad;
     uint32_t pair[2];
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -44,25 +64,69 @@ __device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor,
   }
 }
 
-// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads.
-template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
-__device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
-                                 FwdOrigin at, int thread) {
-  fwd_delay(FwdPoint::kLoad);
+// Memory for a tile, the barrier that its arrival completes, and the one that says that it may be written.
+struct FwdSlot {
+  uint32_t shared, full, empty, empty_parity;
+};
+
+// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads. `rows`: of a box of
+// the map, at most kRows; `line` as above.
+//
+// Only who writes waits for the slot: a warp that has nothing to do with a copy could find that the slot has been filled and
+// emptied once more meanwhile, and would wait for a parity that does not come again.
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, typename Origin, typename Line>
+__device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, Origin at, int rows,
+                                 const Line& line, int thread) {
   if (kAlone || tensor.tma) {
     if (kAlone || thread == 0) {
-      ptx::mbarrier_arrive_expect(barrier, kBoxes * kRows * kBoxRowBytes);
+      ptx::mbarrier_wait(slot.empty, slot.empty_parity);
+      fwd_delay(FwdPoint::kLoad);
+      ptx::mbarrier_arrive_expect(slot.full, kBoxes * rows * kBoxRowBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        const ptx::BoxOrigin box_at{box * kBoxColumns, at.row, at.head * tensor.map_head, at.batch * tensor.map_batch};
-        ptx::tma_load(shared + box * kRows * kBoxRowBytes, map, box_at, barrier, ptx::cache_policy<kReuse>());
+        at.column = box * kBoxColumns;
+        ptx::tma_load(slot.shared + box * kRows * kBoxRowBytes, map, at, slot.full, ptx::cache_policy<kReuse>());
       }
     }
   } else {
-    load_tile_plain<kRows, kBoxes>(shared, tensor, at, thread);
+    ptx::mbarrier_wait(slot.empty, slot.empty_parity);
+    fwd_delay(FwdPoint::kLoad);
+    if (tensor.words) {
+      load_tile_words<kRows, kBoxes>(slot.shared, tensor, line, thread);
+    } else {
+      load_tile_elements<kRows, kBoxes>(slot.shared, tensor, line, thread);
+    }
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
-    if (thread == 0) ptx::mbarrier_arrive(barrier);
+    if (thread == 0) ptx::mbarrier_arrive(slot.full);
+  }
+}
+
+// kRows rows of one head, from `row` on.
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
+__device__ inline void load_rows(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, int row, int head,
+                                 int batch, int thread) {
+  const uint16_t* base = tensor.data + batch * tensor.stride_batch + head * tensor.stride_head;
+  const auto line = [&](int r) { return row + r < tensor.rows ? base + (row + r) * tensor.stride_row : nullptr; };
+  const ptx::BoxOrigin at{0, row, head * tensor.map_head, batch * tensor.map_batch};
+  load_tile<kRows, kBoxes, kReuse, kAlone>(slot, tensor, map, at, kRows, line, thread);
+}
+
+// Q of one consumer: its rows from query `row` on, of a head or a pack of heads.
+template <typename Tile, bool kAlone>
+__device__ inline void load_queries(const FwdSlot& slot, const FwdArgs& args, int row, int head, int batch, int thread) {
+  if constexpr (!Tile::kFew) {
+    load_rows<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(slot, args.q, &args.map_q, row, head, batch, thread);
+  } else {
+    const FwdTensor& q = args.q;
+    const uint16_t* base = q.data + batch * q.stride_batch + fwd_first_head<Tile>(args, head) * q.stride_head;
+    const auto line = [&](int r) {
+      const FwdRow at = fwd_row<Tile>(args, head, row, r);
+      return at.used ? base + at.further_head * q.stride_head + at.query * q.stride_row : nullptr;
+    };
+    const ptx::PackedBoxOrigin at{0, fwd_first_in_group(args, head), row, head / args.group, batch * q.map_batch};
+    load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(slot, q, &args.map_q, at,
+                                                                      args.few.pack * args.few.queries, line, thread);
   }
 }
 

@@ -6,10 +6,11 @@
 
 namespace flashsdpa {
 
-// A tile: kBlockM queries from `row` on of one head of one batch, against key blocks first <= n < last.
+// A tile: queries from `row` on of one head (few queries: pack of heads) of one batch, against key blocks first <= n < last.
 struct FwdWork {
   int row, head, batch;
   int first, last;
+  int split;  // few queries: which part of the tile's keys; else 0
   __device__ bool empty() const { return first >= last; }
   __device__ bool end() const { return row < 0; }  // no tile is left
 };
@@ -21,10 +22,18 @@ __device__ inline uint32_t fwd_next_tile(const FwdArgs& args, uint32_t tile) {
   return gridDim.x + (args.counter ? atomicAdd(args.counter, 1u) : tile);
 }
 
-template <int kBlockM, int kBlockN>
+template <typename Tile>
 __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
+  constexpr int kBlockN = Tile::kBlockN;
+  const int block_m = Tile::kFew ? Tile::kConsumers * args.few.queries : Tile::kBlockM;
   const FwdOrder& order = args.order;
-  if (tile >= order.tiles) return {-1, 0, 0, 0, 0};
+  if (tile >= order.tiles) return {-1, 0, 0, 0, 0, 0};
+  FwdWork work;
+  work.split = 0;
+  if constexpr (Tile::kFew) {
+    work.split = int(tile % uint32_t(args.few.splits));
+    tile /= uint32_t(args.few.splits);
+  }
   uint32_t top = order.blocks_m, low = 0, section = order.section;  // this pass: blocks low <= m < top
   if (order.longest_first) {
     constexpr uint32_t kLastPass = 4;
@@ -40,28 +49,35 @@ __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
   const uint32_t within = tile - first_head * (top - low), heads = min(section, order.heads - first_head);
   const uint32_t block = top - 1 - within / heads, head = first_head + within % heads;
 
-  FwdWork work;
-  work.row = int(block) * kBlockM;
+  work.row = int(block) * block_m;
   work.batch = int(head / args.heads_q);
   work.head = int(head % args.heads_q);
-  const int last_row = min(work.row + kBlockM, args.seq_q) - 1;
+  const int last_row = min(work.row + block_m, args.seq_q) - 1;
   const int begin = clamp_to(work.row + args.band_lo, 0, args.seq_k);
   const int end = clamp_to(last_row + args.band_hi + 1, 0, args.seq_k);
   work.first = begin / kBlockN;
   work.last = begin < end ? (end + kBlockN - 1) / kBlockN : work.first;
+  if constexpr (Tile::kFew) {
+    const int from = work.first, blocks = work.last - from;
+    work.first = from + blocks * work.split / args.few.splits;
+    work.last = from + blocks * (work.split + 1) / args.few.splits;
+  }
   return work;
 }
 
 // The producer works out what a tile is and hands it to the consumers through shared memory.
+template <bool kFew>
 __device__ inline void fwd_put_work(uint32_t slot, const FwdWork& work) {
   ptx::store_shared_16(slot, work.row, work.head, work.batch, work.first);
   ptx::store_shared_4(slot + 16, work.last);
+  if constexpr (kFew) ptx::store_shared_4(slot + 20, work.split);
 }
 
 // Each value from one lane, so that the compiler knows it, and all loops over the blocks, to be the same for the warp.
+template <bool kFew>
 __device__ inline FwdWork fwd_get_work(uint32_t slot) {
   const auto uniform = [&](int offset) { return int(__shfl_sync(0xffffffffu, ptx::load_shared_4(slot + offset), 0)); };
-  return {uniform(0), uniform(4), uniform(8), uniform(12), uniform(16)};
+  return {uniform(0), uniform(4), uniform(8), uniform(12), uniform(16), kFew ? uniform(20) : 0};
 }
 
 }  // namespace flashsdpa

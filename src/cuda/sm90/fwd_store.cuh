@@ -6,6 +6,19 @@
 
 namespace flashsdpa {
 
+struct alignas(8) FloatPair {
+  float low, high;
+};
+
+// The rows of q's memory that no load writes: zeros, so that their scores are finite.
+template <typename Tile>
+__device__ inline void zero_unused_rows(uint32_t shared, int used_rows, int thread) {
+  for (int i = thread; i < (kConsumerRows - used_rows) * Tile::kBoxes * 8; i += ptx::kWarpgroupThreads) {
+    const int chunk = i % (Tile::kBoxes * 8), row = used_rows + i / (Tile::kBoxes * 8);
+    ptx::store_shared_16(shared + swizzled_offset<kConsumerRows>(row, chunk), 0, 0, 0, 0);
+  }
+}
+
 // Through shared memory: the tile in the layout of a TMA box, one thread issues the store. The caller has made sure
 // that the previous store has read this memory.
 template <typename Tile, bool kBFloat16>
@@ -29,24 +42,57 @@ template <typename Tile>
 __device__ inline void store_staged(uint32_t shared, const FwdArgs& args, int row, int head, int batch) {
 #pragma unroll
   for (int box = 0; box < Tile::kBoxesV; ++box) {
-    ptx::tma_store(&args.map_out, shared + box * Tile::kQueryBoxBytes, {box * kBoxColumns, row, head, batch});
+    const uint32_t from = shared + box * Tile::kQueryBoxBytes;
+    if constexpr (Tile::kFew) {
+      ptx::tma_store(&args.map_out, from,
+                     ptx::PackedBoxOrigin{box * kBoxColumns, fwd_first_in_group(args, head), row, head / args.group, batch});
+    } else {
+      ptx::tma_store(&args.map_out, from, ptx::BoxOrigin{box * kBoxColumns, row, head, batch});
+    }
   }
   ptx::tma_store_commit();
 }
 
 // Straight from the accumulators, for outputs that TMA cannot write.
 template <typename Tile, bool kBFloat16>
-__device__ inline void store_plain(const FwdTensor& out, const float (&o)[Tile::kDimV / 2], const float (&factor)[2],
-                                   int row, int head, int batch, int thread) {
+__device__ inline void store_plain(const FwdArgs& args, const float (&o)[Tile::kDimV / 2], const float (&factor)[2],
+                                   int first_query, int head, int batch, int thread) {
+  const FwdTensor& out = args.out;
   const int lane = thread % ptx::kWarpLanes, warp = thread / ptx::kWarpLanes;
-  uint16_t* base = out.data + batch * out.stride_batch + head * out.stride_head;
+  uint16_t* base = out.data + batch * out.stride_batch + fwd_first_head<Tile>(args, head) * out.stride_head;
 #pragma unroll
   for (int i = 0; i < Tile::kDimV / 2; i += 2) {
-    const int r = row + warp * 16 + lane / 4 + 8 * score_row(i), column = score_column(i) + 2 * (lane % 4);
+    const FwdRow at = fwd_row<Tile>(args, head, first_query, warp * 16 + lane / 4 + 8 * score_row(i));
+    const int column = score_column(i) + 2 * (lane % 4);
     const uint32_t pair = ptx::pack<kBFloat16>(o[i] * factor[score_row(i)], o[i + 1] * factor[score_row(i)]);
-    uint16_t* target = base + r * out.stride_row + column;
-    if (r < out.rows && column < out.columns) target[0] = uint16_t(pair);
-    if (r < out.rows && column + 1 < out.columns) target[1] = uint16_t(pair >> 16);
+    uint16_t* target = base + at.further_head * out.stride_head + at.query * out.stride_row + column;
+    if (at.used && column < out.columns) target[0] = uint16_t(pair);
+    if (at.used && column + 1 < out.columns) target[1] = uint16_t(pair >> 16);
+  }
+}
+
+// The sums over a part of the keys, as they are.
+template <typename Tile>
+__device__ inline void store_partial(const FwdArgs& args, const float (&o)[Tile::kDimV / 2], const OnlineSoftmax& softmax,
+                                     const FwdWork& work, int first_query, int thread) {
+  const FwdPartial& partial = args.few.partial;
+  const int lane = thread % ptx::kWarpLanes, warp = thread / ptx::kWarpLanes;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const FwdRow at = fwd_row<Tile>(args, work.head, first_query, warp * 16 + lane / 4 + 8 * half);
+    if (!at.used) continue;
+    const int64_t head = int64_t(work.batch) * args.few.heads_q + fwd_first_head<Tile>(args, work.head) + at.further_head;
+    const int64_t line = int64_t(work.split) * partial.rows + head * args.seq_q + at.query;
+    if (lane % 4 == 0) {
+      partial.weight[2 * line] = softmax.max[half];
+      partial.weight[2 * line + 1] = softmax.sum[half];
+    }
+    float* out = partial.out + line * partial.row_floats;
+#pragma unroll
+    for (int i = 2 * half; i < Tile::kDimV / 2; i += 4) {
+      const int column = score_column(i) + 2 * (lane % 4);
+      if (column < partial.row_floats) *reinterpret_cast<FloatPair*>(out + column) = {o[i], o[i + 1]};
+    }
   }
 }
 

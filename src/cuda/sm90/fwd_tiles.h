@@ -4,13 +4,13 @@
 #pragma once
 
 #include "../../ptx/warpgroup.cuh"
+#include "fwd_args.h"
 
 namespace flashsdpa {
 
 constexpr int kElementBytes = 2;
 constexpr int kBoxColumns = 64;  // a row of a box is 128 bytes, the width of the swizzle
 constexpr int kBoxRowBytes = kBoxColumns * kElementBytes;
-constexpr int kConsumerRows = 64;  // queries of one consumer warpgroup: the M of wgmma
 constexpr int kTileSlots = 2;      // tiles on their way from the producer to the consumers
 constexpr int kTileSlotBytes = 32;
 constexpr int kMaxSharedBytes = 227 * 1024;
@@ -21,8 +21,12 @@ struct FwdChoice {
   bool own_out;  // the output is staged in shared memory of its own, not in Q's: Q of the next tile may load meanwhile
 };
 
-// Measured (NOTES.md). Three consumers have 160 registers each, two have 232.
+// Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128 KB of K
+// and V on their way, in blocks no larger than its softmax needs to keep up.
 constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
+  if (consumers == 1) {
+    return {.block_n = dim <= 64 ? 128 : 64, .stages = dim <= 128 ? 4 : 2, .own_out = true};
+  }
   if (dim <= 64) return {.block_n = consumers == 3 ? 112 : 128, .stages = 2, .own_out = true};
   if (dim <= 96) return {.block_n = 96, .stages = 2, .own_out = true};
   if (dim <= 128) return {.block_n = 128, .stages = 2, .own_out = true};
@@ -30,21 +34,24 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
   return {.block_n = 64, .stages = 2, .own_out = false};
 }
 
-// kConsumerGroups: warpgroups that compute; a tile is 64 queries of each.
-template <int kDimClass, int kDimVClass, int kConsumerGroups>
+// kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs, and keys
+// may be split (FwdFew); else rows are queries.
+template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries>
 struct FwdTile {
   static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = kConsumerGroups;
+  static constexpr bool kFew = kFewQueries;
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
 
-  // What the register file of 64 K leaves to each role.
+  // What the register file of 64 K leaves to each role; two roles have 255 each from the start.
+  static constexpr bool kHandOver = kConsumers > 1;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * ptx::kWarpgroupThreads <= 64 * 1024);
+  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * ptx::kWarpgroupThreads <= 64 * 1024 || !kHandOver);
 
   // Boxes of 64 columns; the last one of class 96 is half used.
   static constexpr int kBoxes = (kDim + kBoxColumns - 1) / kBoxColumns;

@@ -10,6 +10,10 @@ struct BoxOrigin {
   int32_t column, row, head, batch;
 };
 
+struct PackedBoxOrigin {
+  int32_t column, head_in_group, row, group, batch;
+};
+
 enum class Reuse { kNone, kSoon };
 template <Reuse>
 uint64_t cache_policy() {
@@ -19,8 +23,15 @@ uint64_t cache_policy() {
 inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint32_t barrier, uint64_t) {
   emulation::load_box(shared, map, {at.column, at.row, at.head, at.batch}, barrier);
 }
+inline void tma_load(uint32_t shared, const CUtensorMap* map, PackedBoxOrigin at, uint32_t barrier, uint64_t) {
+  emulation::load_box(shared, map, {at.column, at.head_in_group, at.row, at.group, at.batch}, barrier);
+}
 inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxOrigin at) {
   emulation::store_box(map, shared, {at.column, at.row, at.head, at.batch}, emulation::StoreKind::kWrite);
+}
+inline void tma_store(const CUtensorMap* map, uint32_t shared, PackedBoxOrigin at) {
+  emulation::store_box(map, shared, {at.column, at.head_in_group, at.row, at.group, at.batch},
+                       emulation::StoreKind::kWrite);
 }
 inline void tma_store_commit() { emulation::commit_stores(); }
 inline void tma_store_wait_read() { emulation::wait_for_stores(0); }
