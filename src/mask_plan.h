@@ -35,20 +35,30 @@ enum GranuleClass : int32_t {
   kBits = 3,   // some scores are removed, the others left alone: the bits say it all
 };
 
-FLASHSDPA_HOST_DEVICE inline int64_t plan_granules(int64_t size) { return (size + kGranule - 1) / kGranule; }
+// Int: int64_t, or a symbolic integer.
+template <typename Int>
+FLASHSDPA_HOST_DEVICE inline Int plan_granules(Int size) {
+  return (size + Int(kGranule - 1)) / Int(kGranule);
+}
 FLASHSDPA_HOST_DEVICE inline int64_t plan_row_offset(int64_t row, int64_t cols) {
   return kPlanHeader + row * (1 + cols);
 }
-FLASHSDPA_HOST_DEVICE inline int64_t plan_col_offset(int64_t col, int64_t rows, int64_t cols) {
-  return kPlanHeader + rows * (1 + cols) + col * (1 + rows);
+template <typename Int>
+FLASHSDPA_HOST_DEVICE inline Int plan_col_offset(Int col, Int rows, Int cols) {
+  return Int(kPlanHeader) + rows * (cols + Int(1)) + col * (rows + Int(1));
 }
 // The bits of one query start at a multiple of 16 bytes.
-FLASHSDPA_HOST_DEVICE inline int64_t plan_bits_offset(int64_t rows, int64_t cols) {
-  return (plan_col_offset(cols, rows, cols) + 3) / 4 * 4;
+template <typename Int>
+FLASHSDPA_HOST_DEVICE inline Int plan_bits_offset(Int rows, Int cols) {
+  return (plan_col_offset(cols, rows, cols) + Int(3)) / Int(4) * Int(4);
 }
-FLASHSDPA_HOST_DEVICE inline int64_t plan_bits_stride(int64_t cols) { return (cols + 1) / 2 * 4; }  // from query to query
-FLASHSDPA_HOST_DEVICE inline int64_t plan_words(int64_t mask_seq_q, int64_t mask_seq_k) {
-  const int64_t rows = plan_granules(mask_seq_q), cols = plan_granules(mask_seq_k);
+template <typename Int>
+FLASHSDPA_HOST_DEVICE inline Int plan_bits_stride(Int cols) {  // from query to query
+  return (cols + Int(1)) / Int(2) * Int(4);
+}
+template <typename Int>
+FLASHSDPA_HOST_DEVICE inline Int plan_words(Int mask_seq_q, Int mask_seq_k) {
+  const Int rows = plan_granules(mask_seq_q), cols = plan_granules(mask_seq_k);
   return plan_bits_offset(rows, cols) + mask_seq_q * plan_bits_stride(cols);
 }
 

@@ -11,29 +11,40 @@ MANY_QUERIES = (0, 1, 1)  # the `way` of the instances for many queries
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool)  # in the order of params.h
 
 
+def _strides(t):
+    return [0 if size == 1 else step for size, step in zip(t.shape, t.stride())]
+
+
 class Launchers:
     """Calls a library that holds the shims; raises RuntimeError with the text of a launcher that refuses."""
 
     def __init__(self, library):
         self.library = ctypes.CDLL(str(library))
 
-    def forward(self, q, k, v, out, lse, counter=None, band=(-OPEN, OPEN), scale=None, stream=None, way=None):
+    def forward(self, q, k, v, out, lse, counter=None, band=(-OPEN, OPEN), scale=None, stream=None, way=None,
+                mask=None, mask_plan=None):
         """q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) into out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). `way`:
-        (consumers, heads packed, splits) of the instances for few queries, MANY_QUERIES, or None: as planned."""
+        (consumers, heads packed, splits) of the instances for few queries, MANY_QUERIES, or None: as planned. mask
+        (B|1, Hq|1, Sq|1, Sk|1) with its plan (B|1, Hq|1, words)."""
         call = self.library.forward
         call.restype = ctypes.c_char_p
-        call.argtypes = [ctypes.c_void_p] * 11 + [ctypes.c_int, ctypes.c_double, ctypes.c_void_p]
+        call.argtypes = (
+            [ctypes.c_void_p] * 12 + [ctypes.c_int] + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_double, ctypes.c_void_p])
         strides = (ctypes.c_int64 * 12)(*(t.stride(axis) for t in (q, k, v, out) for axis in range(3)))
         sizes = (ctypes.c_int64 * 7)(q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3))
         limits = (ctypes.c_int64 * 2)(*band)
         way = (ctypes.c_int32 * 3)(*way) if way else None
         scratch_bytes = self.library.forward_scratch
         scratch_bytes.restype = ctypes.c_int64
-        scratch_bytes.argtypes = [ctypes.c_void_p] * 3
-        scratch = torch.full((scratch_bytes(sizes, limits, way) // 4,), float("nan"), device=q.device)
+        scratch_bytes.argtypes = [ctypes.c_void_p] * 4
+        mask_layout, mask_arguments = None, (None, 0, None, None)
+        if mask is not None:
+            mask_layout = (ctypes.c_int64 * 10)(*mask.shape, *_strides(mask), *_strides(mask_plan)[:2])
+            mask_arguments = (mask.data_ptr(), DTYPES.index(mask.dtype), mask_layout, mask_plan.data_ptr())
+        scratch = torch.full((scratch_bytes(sizes, limits, way, mask_layout) // 4,), float("nan"), device=q.device)
         tensors = (q, k, v, out, lse, counter, scratch if scratch.numel() else None)
         error = call(*(t.data_ptr() if t is not None else None for t in tensors), strides, sizes, limits, way,
-                     q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, stream)  # fmt: skip
+                     *mask_arguments, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, stream)  # fmt: skip
         if error is not None:
             raise RuntimeError(error.decode())
 
@@ -43,7 +54,7 @@ class Launchers:
         call.restype = ctypes.c_char_p
         call.argtypes = [ctypes.c_void_p, ctypes.c_int] + [ctypes.c_void_p] * 4
         sizes = (ctypes.c_int64 * 4)(*mask.shape)
-        strides = (ctypes.c_int64 * 4)(*(0 if size == 1 else step for size, step in zip(mask.shape, mask.stride())))
+        strides = (ctypes.c_int64 * 4)(*_strides(mask))
         error = call(mask.data_ptr(), DTYPES.index(mask.dtype), sizes, strides, plan.data_ptr(), stream)
         if error is not None:
             raise RuntimeError(error.decode())

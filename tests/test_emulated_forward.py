@@ -13,6 +13,7 @@ from cases import BANDS, Case, inputs
 from emulator import Emulator, build
 from launchers import MANY_QUERIES, OPEN
 from oracle import Call, Inputs, Result, check, check_counting, generator
+from reference_plan import reference_plan
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulator is tried on x86-64 alone")
 HALVES = (torch.bfloat16, torch.float16)
@@ -36,7 +37,8 @@ def forward(emulator, request):
     orders = generator(request.node.name)
 
     def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, odd=False, dynamic=True, way=MANY_QUERIES, **band):
-        assert attn_mask is None and mask_plan is None
+        if attn_mask is not None and mask_plan is None:
+            mask_plan = reference_plan(attn_mask)
         seed, processors = (int(torch.randint(high, (), generator=orders)) for high in (2**31, 4))
         emulator.configure(seed, processors + 1)
         shape = (*q.shape[:3], v.size(3))
@@ -44,7 +46,7 @@ def forward(emulator, request):
         lse = torch.full(shape[:3], float("nan"))
         counter = torch.full((1,), -1, dtype=torch.int32) if dynamic else None
         limits = band_of(**band, seq_q=q.size(2), seq_k=k.size(2))
-        emulator.forward(q, k, v, out, lse, counter, limits, scale, way=way)
+        emulator.forward(q, k, v, out, lse, counter, limits, scale, way=way, mask=attn_mask, mask_plan=mask_plan)
         return out, lse
 
     return run
@@ -52,7 +54,7 @@ def forward(emulator, request):
 
 def runner(forward, **options):
     def run(x, call):
-        return Result(*forward(x.q, x.k, x.v, **call.op_arguments(), **options), {})
+        return Result(*forward(x.q, x.k, x.v, x.mask, **call.op_arguments(), **options), {})
 
     return run
 

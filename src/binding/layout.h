@@ -55,8 +55,7 @@ std::array<Int, 4> dense_strides(const std::array<Int, 4>& sizes, c10::ArrayRef<
 // The shape of the mask plan (mask_plan.h) of a 4-D mask: (mask batch, mask heads, words).
 template <class Int>
 std::array<Int, 3> plan_shape(c10::ArrayRef<Int> mask) {
-  const Int rows = (mask[2] + kGranule - 1) / Int(kGranule), cols = (mask[3] + kGranule - 1) / Int(kGranule);
-  return {mask[0], mask[1], rows * (cols + 1) + cols * (rows + 1) + kPlanHeader};
+  return {mask[0], mask[1], plan_words(mask[2], mask[3])};
 }
 
 // lse is float32, float64 for float64 inputs; bias gradients accumulate in the same type.

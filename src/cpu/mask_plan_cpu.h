@@ -131,7 +131,7 @@ void classify_row(const MaskPlanParams& a, int64_t plane, int64_t row, int32_t* 
 // The transposed lists and the counts, from the row lists.
 inline void finish_plane(int64_t rows, int64_t cols, int32_t* words) {
   int32_t full = 0, partial = 0;
-  int32_t* columns = words + plan_col_offset(0, rows, cols);
+  int32_t* columns = words + plan_col_offset<int64_t>(0, rows, cols);
   std::memset(columns, 0, sizeof(int32_t) * cols * (1 + rows));
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t* list = words + plan_row_offset(r, cols);

@@ -101,6 +101,22 @@ struct KeptScores {
     }
   }
 
+  // The bits of the plan.
+  void cut_bits(const Problem& p, const RowTile& tile, int64_t first_key, int keys) {
+    const MaskView& m = p.mask;
+    const int64_t rows = plan_granules(m.size[2]), cols = plan_granules(m.size[3]), step = plan_bits_stride(cols);
+    const int32_t* bits = p.plan.data + (m.size[0] == 1 ? 0 : tile.batch) * p.plan.stride_batch +
+                          plan_bits_offset(rows, cols) + (m.size[3] == 1 ? 0 : first_key / kGranule * 2);
+    uint64_t words[kTile] = {};
+    for (int r = 0; r < tile.rows; ++r) {
+      const int64_t head = m.size[1] == 1 ? 0 : tile.head[r], query = m.size[2] == 1 ? 0 : tile.query[r];
+      std::memcpy(&words[r], bits + head * p.plan.stride_head + query * step, sizeof words[r]);
+    }
+    transpose_bits(words);
+    start(tile);
+    for (int j = 0; j < keys; ++j) of_key[j] &= words[j];
+  }
+
   // A bool mask, whatever its strides: along rows, along columns, or neither.
   void cut_mask(const Problem& p, const RowTile& tile, int64_t first_key, int keys) {
     const MaskView& m = p.mask;
@@ -204,9 +220,9 @@ struct TileMask {
 
   void find(const Problem& p, const RowTile& tile, int granule_class, int64_t first_key, int keys) {
     kept.all = true;
-    const bool partial = granule_class == kMixed || granule_class == kBits;
-    biased = partial && p.mask.dtype != DType::kBool;
-    if (partial && !biased) kept.cut_mask(p, tile, first_key, keys);
+    biased = granule_class == kMixed && p.mask.dtype != DType::kBool;
+    if (granule_class == kBits) kept.cut_bits(p, tile, first_key, keys);
+    if (granule_class == kMixed && !biased) kept.cut_mask(p, tile, first_key, keys);  // a mask without a plan
     kept.cut_band(p, tile, first_key, keys);
   }
   template <typename T>

@@ -24,4 +24,13 @@ __device__ inline uint32_t pack(float low, float high) {
   return pair;
 }
 
+// A 16-bit element as a float.
+template <bool kBFloat16>
+__device__ inline float unpack(uint16_t element) {
+  if constexpr (kBFloat16) return __uint_as_float(uint32_t(element) << 16);
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(element));
+  return value;
+}
+
 }  // namespace flashsdpa::ptx

@@ -34,6 +34,12 @@ auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 struct ulonglong2 {
   unsigned long long x, y;
 };
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
 
 using std::max;
 using std::min;

@@ -1,6 +1,7 @@
 // The forward launcher with flat arguments, for tests that build it without torch. `strides`: those of q, k, v and out,
 // (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi. `way`: consumers of
-// the instance for few queries (0: the instance for many), heads packed, splits; null: as planned.
+// the instance for few queries (0: the instance for many), heads packed, splits; null: as planned. `mask_layout`: the sizes of
+// the mask, its strides (0 where a size is 1), and the plan's (batch, head); null: no mask.
 #include "src/cuda/launchers.h"
 #include "src/cuda/sm90/fwd_plan.h"
 
@@ -28,23 +29,37 @@ FwdPlan plan_of(const Problem& p, const int32_t* way) {
   return plan;
 }
 
+void set_mask(const void* mask, int dtype, const int64_t* layout, const int32_t* words, Problem* p) {
+  if (!layout) return;
+  p->mask.data = mask;
+  p->mask.dtype = static_cast<DType>(dtype);
+  for (int axis = 0; axis < 4; ++axis) {
+    p->mask.size[axis] = layout[axis];
+    p->mask.stride[axis] = layout[4 + axis];
+  }
+  p->plan = {words, layout[8], layout[9]};
+}
+
 }  // namespace
 
 // Bytes of scratch that the call takes.
-FLASHSDPA_SHIM int64_t forward_scratch(const int64_t* sizes, const int64_t* band, const int32_t* way) {
+FLASHSDPA_SHIM int64_t forward_scratch(const int64_t* sizes, const int64_t* band, const int32_t* way, const int64_t* mask_layout) {
   ForwardParams f{};
   f.problem = problem_of(sizes);
+  set_mask(&f, 0, mask_layout, nullptr, &f.problem);
   f.problem.band = {band[0], band[1]};
   return way ? fwd_partial_bytes(f.problem, plan_of(f.problem, way)) : forward_scratch_sm90(&f);
 }
 
 FLASHSDPA_SHIM const char* forward(const void* q, const void* k, const void* v, void* out, void* lse, void* counter,
                                    void* scratch, const int64_t* strides, const int64_t* sizes, const int64_t* band,
-                                   const int32_t* way, int bfloat16, double scale, void* stream) {
+                                   const int32_t* way, const void* mask, int mask_dtype, const int64_t* mask_layout,
+                                   const int32_t* mask_plan, int bfloat16, double scale, void* stream) {
   ForwardParams f{};
   f.problem = problem_of(sizes);
   f.problem.dtype = bfloat16 ? DType::kBFloat16 : DType::kFloat16;
   f.problem.scale = scale;
+  set_mask(mask, mask_dtype, mask_layout, mask_plan, &f.problem);
   f.problem.band = {band[0], band[1]};
   f.q.data = q;
   f.k.data = k;

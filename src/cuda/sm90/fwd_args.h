@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "../../params.h"
+
 namespace flashsdpa {
 
 constexpr int kConsumerRows = 64;   // of one consumer warpgroup: the M of wgmma
@@ -48,6 +50,20 @@ struct FwdFew {
   FwdPartial partial;
 };
 
+// What masked kernels (FwdTile::kMasked) are told besides: the mask plan (mask_plan.h), and an additive mask itself. The stride
+// of an axis of size 1 is 0.
+struct FwdMask {
+  const int32_t* plan;
+  int64_t plan_batch, plan_head;     // strides, in words
+  int64_t bits_offset, bits_stride;  // from the start of a plan; from query to query; in words
+  const void* values;                // null: the bits say it all
+  int64_t stride_batch, stride_head, stride_query, stride_key;  // of the values, in elements
+  DType dtype;                                                  // of the values
+  int32_t queries, keys;                                        // of the mask: 1 stands for all
+  int32_t cols;                                                 // granules of keys
+  bool one_key;                                                 // keys is 1
+};
+
 struct FwdArgs {
   // Boxes of 64 columns; 64 rows of q and out (few queries: `queries` times `pack` heads), kBlockN of k and v.
   CUtensorMap map_q, map_k, map_v, map_out;
@@ -59,8 +75,9 @@ struct FwdArgs {
   int32_t seq_q, seq_k;
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits
   float scale;               // > 0; scores are (q . k) * sign * scale
-  float sign;                // -1, 0, 1
+  float sign;                // -1, 0, 1; with an additive mask scale is 1 and this is the scale itself
   FwdFew few;
+  FwdMask mask;
 };
 
 }  // namespace flashsdpa

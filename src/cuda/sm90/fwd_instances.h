@@ -22,6 +22,9 @@ struct FwdInstance {
 extern const FwdInstance kFwdD64, kFwdD64Short, kFwdD96, kFwdD128, kFwdD192V128, kFwdD192, kFwdD256;
 // For few queries: of 64 and of 128 rows.
 extern const FwdInstance kFwdFew64D64, kFwdFew64D128, kFwdFew64D256, kFwdFew128D64, kFwdFew128D128, kFwdFew128D256;
+// With a mask: for many queries, and for few.
+extern const FwdInstance kFwdMaskedD64, kFwdMaskedD128, kFwdMaskedD192V128, kFwdMaskedD256;
+extern const FwdInstance kFwdMaskedFewD64, kFwdMaskedFewD128, kFwdMaskedFewD256;
 
 // Sums the parts of a split launch into out and the log-sum-exp; args as that launch had them. Null, or an error text.
 const char* fwd_combine(const FwdArgs& args, DType dtype, cudaStream_t stream);

@@ -13,6 +13,7 @@
 #include "../../ptx/wgmma.cuh"
 #include "fwd_delays.cuh"
 #include "fwd_load.cuh"
+#include "fwd_mask.cuh"
 #include "fwd_schedule.cuh"
 #include "fwd_softmax.cuh"
 #include "fwd_store.cuh"
@@ -46,6 +47,7 @@ struct FwdShared {
   __device__ uint32_t full_tile(int slot) const { return barrier(2 * Tile::kConsumers + 4 * Tile::kStages + slot); }
   __device__ uint32_t empty_tile(int slot) const { return full_tile(kTileSlots + slot); }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
+  __device__ uint32_t block(int stage) const { return base + Tile::kBlockOffset + 4 * stage; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
 
@@ -82,15 +84,25 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
   uint32_t q_phase = 0, next = blockIdx.x;
   while (true) {
     FwdWork work;
+    std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk> walk;
+    FwdBlock block{-1, 0, false};
+    const auto first_block = [&] {
+      if (work.end()) return;
+      walk.start(args, work);
+      block = walk.step();
+      if (block.none()) work.last = work.first;  // of its blocks in the band, the plan leaves none
+    };
     if (kAlone || thread == 0) {
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
       work = fwd_work<Tile>(args, next);
+      first_block();
       fwd_put_work<Tile::kFew>(shared.tile(tile_ring.stage()), work);
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
     if constexpr (!kAlone) {
       ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
       work = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
+      first_block();
     }
     tile_ring.advance();
     if (work.end()) break;
@@ -104,10 +116,16 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     }
     const int head_kv = work.head / args.group;
 
-    const auto load_k = [&](int n) {
+    const auto load_k = [&] {
       const int stage = k_ring.stage();
       const FwdSlot slot{shared.k(stage), shared.full_k(stage), shared.empty_k(stage), k_ring.phase() ^ 1};
-      load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(slot, args.k, &args.map_k, n * Tile::kBlockN, head_kv,
+      if constexpr (Tile::kMasked) {
+        if (thread == 0) {  // who completes `full`, so that the slot cannot be filled and emptied meanwhile
+          ptx::mbarrier_wait(slot.empty, slot.empty_parity);
+          ptx::store_shared_4(shared.block(stage), block.word());
+        }
+      }
+      load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(slot, args.k, &args.map_k, block.n * Tile::kBlockN, head_kv,
                                                                 work.batch, thread);
       k_ring.advance();
     };
@@ -120,7 +138,9 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     };
 
     // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory.
-    load_k(work.last - 1);
+    FwdBlock ahead = walk.step();
+    block.final = ahead.none();
+    load_k();
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
       const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
@@ -128,12 +148,16 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     }
     q_phase ^= 1;
 #pragma unroll 1
-    for (int n = work.last - 2; n >= work.first; --n) {
-      load_k(n);
-      load_v(n + 1);
+    while (!ahead.none()) {
+      const int last = block.n;
+      block = ahead;
+      ahead = walk.step();
+      block.final = ahead.none();
+      load_k();
+      load_v(last);
     }
     claim();
-    load_v(work.first);
+    load_v(block.n);
   }
 }
 
@@ -214,14 +238,18 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     if (work.end()) break;
     const int row = work.row + consumer * queries;  // the first query
     // Key blocks from `plain_until` on, and before `plain_from`, hold keys that some row here does not see.
-    const int plain_until = args.sign == 1.f ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
+    const bool same_sign = Tile::kMasked || args.sign == 1.f;
+    const int plain_until = same_sign ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
     const int plain_from = (clamp_to(row + queries - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
     OnlineSoftmax softmax;
+    BlockMask<Tile> block_mask;
+    block_mask.start(args, work, {row + lane_query, row + lane_query + query_step});
 
     // All that is not done to every block; a scale that is not positive makes every block one of these.
     const auto mask = [&](int n) {
+      block_mask.apply(args, work, n, lane, s);
       if (n < plain_until && n >= plain_from) return;
-      if (args.sign != 1.f) {
+      if (!same_sign) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
@@ -240,21 +268,24 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
       ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
+      int n = work.last - 1;
+      block_mask.take(args, shared.block(k_ring.stage()), consumer, n);
       ptx::wgmma_fence();
       issue_scores();
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(s);
       free_stage(shared.empty_k(k_ring.stage()));
       k_ring.advance();
-      mask(work.last - 1);
+      mask(n);
       float factor[2];  // no reference yet, nothing to shrink
 #pragma unroll
       for (int r = 0; r < 2; ++r) softmax.sum[r] = softmax.template raise<kBFloat16>(r, s, scale_log2, p, factor[r]);
 
 #pragma unroll 1
-      for (int n = work.last - 2; n >= work.first; --n) {
+      for (--n; block_mask.more(n, work.first); --n) {
         ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
         fwd_delay(FwdPoint::kKeyThere);
+        block_mask.take(args, shared.block(k_ring.stage()), consumer, n);
         turn.wait();
         ptx::wgmma_fence();
         issue_scores();
@@ -345,10 +376,10 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }
 
-template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew>
-__global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers, kFew>::kThreads), 1)
+template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, bool kMasked>
+__global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers, kFew, kMasked>::kThreads), 1)
     flashsdpa_fwd_sm90(const __grid_constant__ FwdArgs args) {
-  using Tile = FwdTile<kDim, kDimV, kConsumers, kFew>;
+  using Tile = FwdTile<kDim, kDimV, kConsumers, kFew, kMasked>;
   extern __shared__ uint8_t memory[];
   const FwdShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};
   // The same for all threads of a warp, and told so to the compiler.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../../mask_plan.h"
 #include "../../ptx/tensor_map.h"
 #include "../launchers.h"
 #include "fwd_plan.h"
@@ -80,8 +81,8 @@ void reach_all(const ForwardParams& f, const FwdSizes& size, const FwdPlan& plan
   args->out = reach_rows(f.out.data, f.out.stride, size.out, plan);
 }
 
-// Section: as many heads as fit the cache with their K and V. Without a band every tile costs the same, and one group
-// of heads at a time is best for the cache.
+// Section: as many heads as fit the cache with their K and V. Where every tile costs the same, one group of heads at a time is
+// best for the cache. Of a mask it is only a guess that later queries see more keys.
 FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
   const int64_t heads = p.batch * p.heads_kv * plan.packs, group = plan.packs;
   const int64_t bytes_per_head = std::max<int64_t>(1, p.seq_k * (p.dim + p.dim_v) * 2);
@@ -89,8 +90,8 @@ FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
   FwdOrder order{};
   order.blocks_m = static_cast<uint32_t>(plan.blocks_m);
   order.heads = static_cast<uint32_t>(heads);
-  order.longest_first = !p.band.open();
-  order.section = static_cast<uint32_t>(std::min(heads, p.band.open() ? group : section));
+  order.longest_first = !fwd_equal_tiles(p);
+  order.section = static_cast<uint32_t>(std::min(heads, order.longest_first ? section : group));
   order.tiles = static_cast<uint32_t>(plan.tiles * plan.splits);
   return order;
 }
@@ -106,15 +107,37 @@ FwdPartial make_partial(const Problem& p, const FwdPlan& plan, void* scratch) {
   return partial;
 }
 
+FwdMask make_mask(const Problem& p) {
+  const MaskView& m = p.mask;
+  FwdMask mask{};
+  const int64_t rows = plan_granules(m.size[2]), cols = plan_granules(m.size[3]);
+  mask.plan = p.plan.data;
+  mask.plan_batch = p.plan.stride_batch;
+  mask.plan_head = p.plan.stride_head;
+  mask.bits_offset = plan_bits_offset(rows, cols);
+  mask.bits_stride = plan_bits_stride(cols);
+  mask.values = m.dtype == DType::kBool ? nullptr : m.data;
+  mask.stride_batch = m.stride[0];
+  mask.stride_head = m.stride[1];
+  mask.stride_query = m.stride[2];
+  mask.stride_key = m.stride[3];
+  mask.dtype = m.dtype;
+  mask.queries = static_cast<int32_t>(m.size[2]);
+  mask.keys = static_cast<int32_t>(m.size[3]);
+  mask.cols = static_cast<int32_t>(cols);
+  mask.one_key = m.size[3] == 1;
+  return mask;
+}
+
 enum class Deal { kOnce, kStatic, kDynamic };  // one tile a block; tiles dealt out in turn; as blocks get free
 
 Deal pick_deal(const ForwardParams& f) {
   if (f.counter) return Deal::kDynamic;
-  return f.problem.band.open() ? Deal::kStatic : Deal::kOnce;  // unequal tiles dealt out in turn would end unevenly
+  return fwd_equal_tiles(f.problem) ? Deal::kStatic : Deal::kOnce;  // unequal tiles dealt out in turn would end unevenly
 }
 
 const char* refuse(const Problem& p) {
-  if (p.mask.data) return "flashsdpa_fwd_sm90 takes no attn_mask; use the stock backend";
+  if (p.mask.data && !p.plan.data) return "flashsdpa_fwd_sm90 takes an attn_mask with its plan; give flashsdpa::mask_plan of it";
   if (p.dim < 1 || p.dim > kMaxDim || p.dim_v < 1 || p.dim_v > kMaxDim)
     return "flashsdpa_fwd_sm90 takes head dims from 1 to 256; use the stock backend";
   if (p.seq_q > kMaxLength || p.seq_k > kMaxLength)
@@ -156,6 +179,8 @@ const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const Curren
   args.band_hi = static_cast<int32_t>(std::clamp(p.band.hi, -p.seq_q, p.seq_k));
   args.scale = p.scale == 0 ? 1.f : static_cast<float>(std::fabs(p.scale));
   args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
+  if (p.mask.data) args.mask = make_mask(p);
+  if (args.mask.values) args.scale = 1.f, args.sign = static_cast<float>(p.scale);
   args.few.heads_q = static_cast<int32_t>(p.heads_q);
   args.few.group = static_cast<int32_t>(plan.group);
   args.few.pack = static_cast<int32_t>(plan.pack);
@@ -200,7 +225,7 @@ void describe_forward_sm90(const void* params, KernelDetail* detail) {
   FwdArgs args{};
   reach_all(f, FwdSizes(f.problem), plan, &args);
   *detail = {plan.instance->block_m(), plan.instance->block_n, plan.instance->stages,
-             f.problem.band.open() ? "a head's tiles together, taken as blocks get free"
+             fwd_equal_tiles(f.problem) ? "a head's tiles together, taken as blocks get free"
                                    : "longest tiles first, taken as blocks get free",
              {args.q.tma, args.k.tma, args.v.tma, args.out.tma},
              plan.splits, static_cast<int32_t>(plan.pack)};

@@ -37,6 +37,11 @@ int64_t fwd_partial_bytes(const Problem& p, const FwdPlan& plan);
 inline const FwdInstance& fwd_whole_instance(const Problem& p) {
   constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
   const int64_t larger = std::max(p.dim, p.dim_v);
+  if (p.mask.data) {
+    if (larger <= 64) return kFwdMaskedD64;
+    if (larger <= 128) return kFwdMaskedD128;
+    return larger <= 192 && p.dim_v <= 128 ? kFwdMaskedD192V128 : kFwdMaskedD256;
+  }
   if (larger <= 64) return p.seq_k < kShort ? kFwdD64Short : kFwdD64;
   if (larger <= 96) return kFwdD96;
   if (larger <= 128) return kFwdD128;
@@ -46,6 +51,7 @@ inline const FwdInstance& fwd_whole_instance(const Problem& p) {
 
 inline const FwdInstance& fwd_few_instance(const Problem& p, int consumers) {
   const int64_t larger = std::max(p.dim, p.dim_v);
+  if (p.mask.data) return larger <= 64 ? kFwdMaskedFewD64 : larger <= 128 ? kFwdMaskedFewD128 : kFwdMaskedFewD256;
   if (larger <= 64) return consumers == 1 ? kFwdFew64D64 : kFwdFew128D64;
   if (larger <= 128) return consumers == 1 ? kFwdFew64D128 : kFwdFew128D128;
   return consumers == 1 ? kFwdFew64D256 : kFwdFew128D256;
@@ -64,6 +70,11 @@ inline FwdPlan fwd_tiling(const Problem& p, const FwdInstance& instance, int64_t
   return plan;
 }
 
+// Whether few queries with a mask may go this way: all in one granule, the heads of a pack under one mask.
+inline bool fwd_mask_allows(const Problem& p, const FwdPlan& few) {
+  return !p.mask.data || (few.blocks_m == 1 && (few.pack == 1 || p.mask.size[1] == 1));
+}
+
 // Keys that a tile of `queries` from `row` on visits.
 inline int64_t fwd_keys(const Problem& p, int64_t row, int64_t queries) {
   const int64_t last = std::min(row + queries, p.seq_q) - 1;
@@ -72,7 +83,10 @@ inline int64_t fwd_keys(const Problem& p, int64_t row, int64_t queries) {
   return std::max<int64_t>(0, end - begin);
 }
 
-// Key blocks of the tiles: of the longest and on average. The number of keys is a straight line in the row, bent twice at
+// Whether every tile visits as many key blocks.
+inline bool fwd_equal_tiles(const Problem& p) { return p.band.open() && !p.mask.data; }
+
+// Key blocks of the tiles, as far as the band says: of the longest and on average. The number of keys is a straight line in the row, bent twice at
 // the most, so the ends and the middle tell it well enough.
 struct FwdLengths {
   double longest, mean;
@@ -106,7 +120,7 @@ inline double fwd_microseconds(const Problem& p, const FwdPlan& plan, const FwdL
   const auto pieces = static_cast<double>(plan.tiles * splits);
   // Equal tiles go in waves. Unequal ones, longest first, leave little idle at the end.
   const double computing =
-      p.band.open() ? std::ceil(pieces / processors) * longest
+      fwd_equal_tiles(p) ? std::ceil(pieces / processors) * longest
                     : std::max(longest, pieces / processors * (length.mean / splits * block + FwdModel::kTile));
   const auto keys = static_cast<double>(p.batch * p.heads_kv * fwd_keys(p, 0, p.seq_q));
   const double time = std::max(computing, keys * static_cast<double>(p.dim + p.dim_v) * 2 / FwdModel::kMemory);
@@ -139,9 +153,11 @@ inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
   const int64_t pack = ceil_div(best.group, ceil_div(best.group, kConsumerRows));  // equal packs
   for (const int consumers : {2, 1}) {
     const FwdInstance& instance = fwd_few_instance(p, consumers);
+    if (instance.consumers != consumers) continue;  // with a mask there is one for a single consumer alone
     FwdPlan few = fwd_tiling(p, instance, 1);
     const FwdPlan packed = fwd_tiling(p, instance, pack);
-    if (packed.tiles < few.tiles) few = packed;
+    if (packed.tiles < few.tiles && fwd_mask_allows(p, packed)) few = packed;
+    if (!fwd_mask_allows(p, few)) continue;
     fwd_choose_splits(p, processors, may_split, &few);
     // Where 64 rows hold all queries of a pack there is nothing to lose: the larger tiles would be half empty.
     const bool small = consumers == 1 && few.blocks_m == 1;

@@ -35,13 +35,13 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
 }
 
 // kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs, and keys
-// may be split (FwdFew); else rows are queries.
-template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries>
+// may be split (FwdFew); else rows are queries. kWithMask: blocks of keys come from a mask plan (fwd_mask.cuh).
+template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, bool kWithMask>
 struct FwdTile {
   static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = kConsumerGroups;
-  static constexpr bool kFew = kFewQueries;
+  static constexpr bool kFew = kFewQueries, kMasked = kWithMask;
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
@@ -72,7 +72,8 @@ struct FwdTile {
   static constexpr int kBarrierOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
   static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
-  static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
+  static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: 4 bytes for each stage of K
+  static constexpr int kSharedBytes = kBlockOffset + (kMasked ? kStages * 4 : 0) + 1024;  // 1024: to align the base
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
