@@ -199,7 +199,7 @@ void describe_forward_sm90(const void* params, KernelDetail* detail) {
   const FwdPlan plan = fwd_plan(f.problem, processors, /*may_split=*/true);
   FwdArgs args{};
   reach_all(f, FwdSizes(f.problem), plan, &args);
-  *detail = {plan.instance->block_m(), plan.instance->block_n, plan.instance->stages,
+  *detail = {static_cast<int32_t>(plan.instance->consumers * plan.queries), plan.instance->block_n, plan.instance->stages,
              f.problem.band.open() ? "a head's tiles together, taken as blocks get free"
                                    : "longest tiles first, taken as blocks get free",
              {args.q.tma, args.k.tma, args.v.tma, args.out.tma},
