@@ -1,6 +1,6 @@
 // The forward launcher with flat arguments, for tests that build it without torch. `strides`: those of q, k, v and out,
-// (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi. `way`: consumers of
-// the instance for few queries (0: the instance for many), heads packed, splits; null: as planned.
+// (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi. `way`:
+// consumers of the instance for few queries (0: the instance for many), heads packed, splits; null: as planned.
 #include "src/cuda/launchers.h"
 #include "src/cuda/sm90/fwd_plan.h"
 

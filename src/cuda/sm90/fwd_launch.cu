@@ -20,8 +20,8 @@ struct TensorSizes {
 
 constexpr int64_t kTmaAlign = 16;
 
-// How the kernel reaches a tensor. TMA wants a base and strides that are multiples of 16 bytes; an axis of stride 0 is left
-// out of its map.
+// How the kernel reaches a tensor. TMA wants a base and strides that are multiples of 16 bytes; an axis of stride 0 is
+// left out of its map.
 FwdTensor reach(const void* data, const int64_t (&stride)[4], const TensorSizes& size) {
   constexpr int64_t kMaxStride = int64_t{1} << 40;
   const auto used = [](int64_t length, int64_t step) { return length > 1 && step != 0; };
@@ -33,8 +33,8 @@ FwdTensor reach(const void* data, const int64_t (&stride)[4], const TensorSizes&
   tensor.tma = reinterpret_cast<uintptr_t>(data) % kTmaAlign == 0 && (size.rows == 1 || suits(stride[2])) &&
                (!tensor.map_head || suits(stride[1])) && (!tensor.map_batch || suits(stride[0]));
   const auto even = [](int64_t length, int64_t step) { return length == 1 || step % 2 == 0; };
-  tensor.words = reinterpret_cast<uintptr_t>(data) % 4 == 0 && even(size.rows, stride[2]) && even(size.heads, stride[1]) &&
-                 even(size.batch, stride[0]);
+  tensor.words = reinterpret_cast<uintptr_t>(data) % 4 == 0 && even(size.rows, stride[2]) &&
+                 even(size.heads, stride[1]) && even(size.batch, stride[0]);
   return tensor;
 }
 
@@ -199,11 +199,14 @@ void describe_forward_sm90(const void* params, KernelDetail* detail) {
   const FwdPlan plan = fwd_plan(f.problem, processors, /*may_split=*/true);
   FwdArgs args{};
   reach_all(f, FwdSizes(f.problem), plan, &args);
-  *detail = {static_cast<int32_t>(plan.instance->consumers * plan.queries), plan.instance->block_n, plan.instance->stages,
+  *detail = {static_cast<int32_t>(plan.instance->consumers * plan.queries),
+             plan.instance->block_n,
+             plan.instance->stages,
              f.problem.band.open() ? "a head's tiles together, taken as blocks get free"
                                    : "longest tiles first, taken as blocks get free",
              {args.q.tma, args.k.tma, args.v.tma, args.out.tma},
-             plan.splits, static_cast<int32_t>(plan.pack)};
+             plan.splits,
+             static_cast<int32_t>(plan.pack)};
 }
 
 }  // namespace flashsdpa

@@ -1,8 +1,9 @@
 // Host side of the forward kernel: which instance a call gets, how its rows are packed and its keys split.
 //
 // The plan is the one whose time, by the model below, is shortest. The model knows four things: a block of keys takes a
-// processor as long as its bytes take to arrive, or its products to compute; a wave of tiles takes as long as its longest;
-// nothing is faster than the memory gives K and V; a split launch pays for its second kernel and the partial results.
+// processor as long as its bytes take to arrive, or its products to compute; a wave of tiles takes as long as its
+// longest; nothing is faster than the memory gives K and V; a split launch pays for its second kernel and the partial
+// results.
 #pragma once
 
 #include <algorithm>
@@ -72,8 +73,8 @@ inline int64_t fwd_keys(const Problem& p, int64_t row, int64_t queries) {
   return std::max<int64_t>(0, end - begin);
 }
 
-// Key blocks of the tiles: of the longest and on average. The number of keys is a straight line in the row, bent twice at
-// the most, so the ends and the middle tell it well enough.
+// Key blocks of the tiles: of the longest and on average. The number of keys is a straight line in the row, bent twice
+// at the most, so the ends and the middle tell it well enough.
 struct FwdLengths {
   double longest, mean;
 };

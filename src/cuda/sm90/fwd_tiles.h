@@ -21,8 +21,8 @@ struct FwdChoice {
   bool own_out;  // the output is staged in shared memory of its own, not in Q's: Q of the next tile may load meanwhile
 };
 
-// Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128 KB of K
-// and V on their way, in blocks no larger than its softmax needs to keep up.
+// Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128
+// KB of K and V on their way, in blocks no larger than its softmax needs to keep up.
 constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
   if (consumers == 1) {
     return {.block_n = dim <= 64 ? 128 : 64, .stages = dim <= 128 ? 4 : 2, .own_out = true};
@@ -34,8 +34,8 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
   return {.block_n = 64, .stages = 2, .own_out = false};
 }
 
-// kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs, and keys
-// may be split (FwdFew); else rows are queries.
+// kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs,
+// and keys may be split (FwdFew); else rows are queries.
 template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries>
 struct FwdTile {
   static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups);
@@ -51,7 +51,8 @@ struct FwdTile {
   static constexpr bool kHandOver = kConsumers > 1;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * ptx::kWarpgroupThreads <= 64 * 1024 || !kHandOver);
+  static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;
+  static_assert(kRegisters * ptx::kWarpgroupThreads <= 64 * 1024 || !kHandOver);
 
   // Boxes of 64 columns; the last one of class 96 is half used.
   static constexpr int kBoxes = (kDim + kBoxColumns - 1) / kBoxColumns;
