@@ -1,11 +1,12 @@
 """Unmasked attention forward on the GPU, ours beside every rival that can be imported, in one run.
 
-    python benchmarks/forward.py [--grid dense|auto|host] [--only TEXT] [--rounds N] [--out DIR]
+    python benchmarks/forward.py [--grid dense|auto|decode|host] [--only TEXT] [--rounds N] [--out DIR]
 
-dense: the cells of the published comparisons, with FlashAttention-3 where the package fa3-fwd is installed. auto: the calls that the
-table of "auto" is made from, stock against ours as a caller sees them, launches included. host: microseconds of the host
-for small calls. Writes DIR/<date>-<machine>-forward[-GRID].json. A result is held against float64 on sampled rows before it
-is timed; a wrong one gets no time.
+dense: the cells of the published comparisons, with FlashAttention-3 where the package fa3-fwd is installed. auto: the calls
+that the table of "auto" is made from, stock against ours as a caller sees them, launches included. decode: few queries on
+long keys, replayed from a CUDA graph, K and V fresh from memory each time, in GB/s of K and V. host: microseconds of the
+host for small calls. Writes DIR/<date>-<machine>-forward[-GRID].json. A result is held against float64 on sampled rows
+before it is timed; a wrong one gets no time.
 """
 
 import argparse
@@ -59,6 +60,10 @@ class Case:
         return (normal(self.heads, self.seq_q, self.dim), normal(heads_kv, self.seq_k, self.dim),
                 normal(heads_kv, self.seq_k, self.dim_v or self.dim))  # fmt: skip
 
+    def key_bytes(self):
+        """K and V, each once: what decoding cannot avoid."""
+        return 2 * self.batch * (self.heads_kv or self.heads) * self.seq_k * (self.dim + (self.dim_v or self.dim))
+
     def flop(self):
         """4 per pair that takes part and dimension (2 for each product)."""
         pairs = self.seq_q * self.seq_k
@@ -85,7 +90,19 @@ def auto():
                 cases += [Case(dim, batch, 16, seq, seq, causal, dtype=dtype)
                           for batch, seq in ((4, 64), (4, 256), (4, 1024), (2, 4096), (1, 16384))]
             cases += [Case(dim, 4, 16, seq_q, seq_k, dtype=dtype)
-                      for seq_q, seq_k in ((1, 256), (1, 2048), (1, 16384), (16, 2048), (256, 4096), (4096, 256))]
+                      for seq_q, seq_k in ((1, 256), (1, 2048), (1, 16384), (1, 131072), (4, 8192), (16, 2048), (64, 8192),
+                                           (256, 4096), (1024, 16384), (4096, 256))]  # fmt: skip
+    return cases
+
+
+def decode():
+    """Decoding steps: grouped heads, one key head, none grouped; a few tokens at once; chunks of a prompt."""
+    grouped = [(1, 1, 8192), (1, 1, 131072), (8, 1, 8192), (64, 1, 8192), (20, 1, 8192), (1, 1, 1024), (1, 4, 8192), (8, 4, 8192),
+               (64, 4, 8192), (8, 16, 8192), (1, 64, 8192), (1, 256, 32768), (1, 1024, 32768)]  # fmt: skip
+    cases = [Case(128, batch, 32, seq_q, seq_k, heads_kv=8) for batch, seq_q, seq_k in grouped]
+    cases += [Case(128, batch, 32, seq_q, seq_k, heads_kv=1) for batch, seq_q, seq_k in ((1, 1, 131072), (8, 1, 8192), (1, 4, 131072))]
+    for dim in (64, 128, 256):
+        cases += [Case(dim, 4, 16, seq_q, seq_k) for seq_q, seq_k in ((1, 2048), (1, 16384), (16, 16384), (128, 16384))]
     return cases
 
 
@@ -93,7 +110,7 @@ def host():
     return [Case(64, 1, 4, 16, 16), Case(64, 1, 16, 128, 128), Case(64, 1, 16, 128, 128, True), Case(128, 1, 8, 64, 64)]
 
 
-GRIDS = {"dense": dense, "auto": auto, "host": host}
+GRIDS = {"dense": dense, "auto": auto, "decode": decode, "host": host}
 
 
 def sdpa(q, k, v, case):
@@ -111,13 +128,15 @@ def only(backend):
 def fa3(q, k, v, case):
     """FlashAttention-3 takes (batch, length, heads, dim): a view of what the others are given."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=case.is_causal, num_splits=1)[0].transpose(1, 2)
+    splits = 1 if case.seq_q == case.seq_k else 0  # 0: its own choice
+    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=case.is_causal,
+                                 num_splits=splits)[0].transpose(1, 2)  # fmt: skip
 
 
 def implementations(grid):
     """{name: (call, the context in which it runs)}"""
     every = {"flashsdpa": (sdpa, measure.ours), "stock": (sdpa, measure.stock)}
-    if grid == "dense":
+    if grid in ("dense", "decode"):
         every["flash"] = (only(SDPBackend.FLASH_ATTENTION), measure.stock)
         every["cudnn"] = (only(SDPBackend.CUDNN_ATTENTION), measure.stock)
         every["efficient"] = (only(SDPBackend.EFFICIENT_ATTENTION), measure.stock)
@@ -152,6 +171,17 @@ def elapsed_ms(call, repeats):
     return start.elapsed_time(end) / repeats
 
 
+def graph_ms(calls, repeats):
+    """A call of a captured graph, in which the calls take turns: each reads other memory than the one before."""
+    calls[0]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(repeats):
+            calls[i % len(calls)]()
+    graph.replay()
+    return elapsed_ms(graph.replay, 3) / repeats
+
+
 def host_ms(call, repeats):
     """The host's part of a call: what it takes to return, the device idle before."""
     torch.cuda.synchronize()
@@ -165,7 +195,7 @@ def run_case(case, grid, rounds):
     q, k, v = case.make()
     rows, calls = [], {}
     for name, (call, context) in implementations(grid).items():
-        row = {"group": "host" if grid == "host" else "gqa" if case.heads_kv else "dense", "case": case.name,
+        row = {"group": grid if grid in ("host", "decode") else "gqa" if case.heads_kv else "dense", "case": case.name,
                "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd", "impl": name}  # fmt: skip
         rows.append(row)
         try:
@@ -187,21 +217,26 @@ def run_case(case, grid, rounds):
         return rows
     timer = host_ms if grid == "host" else elapsed_ms
     times, repeats = {name: [] for name in calls}, 200 if grid == "host" else None
+    copies = [(q, k, v)]
+    if grid == "decode":  # beyond the L2 cache, several times over
+        copies += [tuple(t.clone() for t in (q, k, v)) for _ in range(min(15, 200_000_000 // case.key_bytes()))]
     for turn in range(-1, rounds):  # the first round warms up
         order = list(calls) if turn % 2 else list(reversed(calls))
         for name in order:
             call, context, row = calls[name]
             with context(), torch.no_grad():
-                run = lambda: call(q, k, v, case)  # noqa: B023, E731
+                runs = [lambda inputs=inputs: call(*inputs, case) for inputs in copies]  # noqa: B023
                 if repeats is None:
-                    run()
-                    repeats = max(2, min(50, int(6 / elapsed_ms(run, 2))))
-                ms = timer(run, repeats)
+                    runs[0]()
+                    repeats = max(2, min(50, int(6 / elapsed_ms(runs[0], 2))))
+                ms = graph_ms(runs, max(repeats, len(copies))) if grid == "decode" else timer(runs[0], repeats)
             if turn >= 0:
                 times[name].append(ms)
     for name, (_, _, row) in calls.items():
         row["ms"] = statistics.median(times[name])
-        if grid != "host":
+        if grid == "decode":
+            row["gbps"] = case.key_bytes() / row["ms"] / 1e6
+        elif grid != "host":
             row["tflops"] = case.flop() / row["ms"] / 1e9
     ratio, bound = measure.ratio_with_bound(times)
     ours = calls["flashsdpa"][2]
@@ -220,6 +255,8 @@ def table(rows):
         def text(row):
             if not row or "ms" not in row:
                 return "-"
+            if "gbps" in row:
+                return f"{row['gbps']:.0f} GB/s"
             return f"{row['tflops']:.0f}" if "tflops" in row else f"{row['ms'] * 1e3:.1f} us"
 
         lines.append(f"{case:34} {dtype:9}" + "".join(f"{text(by_name.get(name)):>11}" for name in names))

@@ -32,10 +32,10 @@ struct Launch {
 
 // What a kernel would do with one call, for explain.
 struct KernelDetail {
-  int32_t block_m, block_n, stages;
+  int32_t block_m, block_n, stages;  // queries and keys of a tile, stages of K and of V
   const char* order;  // in which its tiles are visited
   bool tma[4];        // whether q, k, v and out go by TMA; else by ordinary loads and stores
-  int32_t key_splits;  // parts of the keys that go to blocks of their own; 1: none
+  int32_t key_splits;    // parts of the keys that go to blocks of their own; 1: none
   int32_t packed_heads;  // query heads of a group whose rows share a tile; 1: none
 };
 

@@ -18,8 +18,8 @@ struct TensorMapShape {
   uint32_t box_rows;
 };
 
-// The same tensor with its heads in groups of `group`: (batch, group, row, head in group, column). A box holds, for each of
-// `box_rows` rows, `box_heads` heads of a group, 64 columns each.
+// The same tensor with its heads in groups of `group`: (batch, group, row, head in group, column). A box holds, for
+// each of `box_rows` rows, `box_heads` heads of a group, 64 columns each.
 struct PackedMapShape {
   TensorMapShape tensor;
   uint64_t group;

@@ -53,4 +53,10 @@ __device__ inline uint32_t load_shared_4(uint32_t shared) {
   return x;
 }
 
+__device__ inline uint2 load_shared_8(uint32_t shared) {
+  uint2 pair;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(shared) : "memory");
+  return pair;
+}
+
 }  // namespace flashsdpa::ptx

@@ -1,7 +1,7 @@
 // The forward launcher with flat arguments, for tests that build it without torch. `strides`: those of q, k, v and out,
-// (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi. `way`: consumers of
-// the instance for few queries (0: the instance for many), heads packed, splits; null: as planned. `mask_layout`: the sizes of
-// the mask, its strides (0 where a size is 1), and the plan's (batch, head); null: no mask.
+// (batch, head, row) each. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`: lo, hi. `way`:
+// consumers of the instance for few queries (0: the instance for many), heads packed, splits; null: as planned.
+// `mask_layout`: the sizes of the mask, its strides (0 where a size is 1), and the plan's (batch, head); null: no mask.
 #include "src/cuda/launchers.h"
 #include "src/cuda/sm90/fwd_plan.h"
 

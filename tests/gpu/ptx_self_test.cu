@@ -164,10 +164,11 @@ void check_packed_edges() {
   const DeviceArray<uint16_t> data(values), out(std::vector<uint16_t>(64 * 64));
   for (const PackedBoxOrigin at : {PackedBoxOrigin{0, 0, 0, 0, 0}, PackedBoxOrigin{64, 2, 80, 0, 1}}) {
     run(load_box<PackedBoxOrigin>, make_map(packed(data)), at, out.data);
-    const std::string name = "packed tma load at row " + std::to_string(at.row) + ", head " + std::to_string(at.head_in_group);
-    check<uint16_t>(name, out.read(), 64, [&](int row, int column) -> uint16_t {
+    const std::string row = std::to_string(at.row), head = std::to_string(at.head_in_group);
+    check<uint16_t>("packed tma load at " + row + ", " + head, out.read(), 64, [&](int row, int column) -> uint16_t {
       const int h = at.head_in_group + row % kPack, r = at.row + row / kPack, c = at.column + column;
-      return h < kHeads && r < kRows && c < kColumns ? values[(at.batch * kHeads + h) * kHeadSize + r * kStride + c] : 0;
+      const bool inside = h < kHeads && r < kRows && c < kColumns;
+      return inside ? values[(at.batch * kHeads + h) * kHeadSize + r * kStride + c] : 0;
     });
   }
 }
@@ -179,7 +180,8 @@ void check_packed_store() {
   run(store_tile<PackedBoxOrigin>, make_map(packed(data)), at);
   check<uint16_t>("packed tma store past the edges", data.read(), kStride, [&](int i, int c) -> uint16_t {
     const int head = i / kRows, row = i % kRows - at.row;
-    return head == at.batch * kHeads + at.head_in_group && row >= 0 && c < kColumns ? row * kPack * 128 + c : kUntouched;
+    const bool written = head == at.batch * kHeads + at.head_in_group && row >= 0 && c < kColumns;
+    return written ? row * kPack * 128 + c : kUntouched;
   });
 }
 

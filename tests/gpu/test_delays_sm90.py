@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hopper import needs_hopper, needs_nvcc
-from launchers import OPEN, Launchers
+from launchers import MANY_QUERIES, OPEN, Launchers
 from oracle import attention64, generator
 
 pytestmark = [needs_hopper, needs_nvcc]
@@ -20,9 +20,10 @@ BATCH, HEADS, HEADS_KV = 2, 36, 12  # with 333 queries already more tiles than p
 DTYPES = {64: torch.bfloat16, 128: torch.float16, 256: torch.bfloat16}
 ODD = {"tma": (), "odd": ("q", "k", "v", "out"), "odd_v": ("v",)}  # which tensors lie where TMA cannot reach them
 CASES = [
-    *itertools.product(DTYPES, (333, 1500), ("tma",)),
-    (64, 1600, "tma"),  # from 1536 keys on, D64 has tiles of its own
-    *itertools.product(DTYPES, (333,), ("odd", "odd_v")),
+    *itertools.product(DTYPES, (333, 1500), ("tma",), (MANY_QUERIES,)),
+    (64, 1600, "tma", MANY_QUERIES),  # from 1536 keys on, D64 has tiles of its own
+    *itertools.product(DTYPES, (333,), ("odd", "odd_v"), (MANY_QUERIES,)),
+    *itertools.product(DTYPES, (333,), ("tma", "odd_v"), ((1, 3, 2), (2, 3, 3))),  # packed and split
 ]
 
 
@@ -47,9 +48,9 @@ def build(folder):
 def delayed_forward(tmp_path_factory):
     launchers = Launchers(build(tmp_path_factory.mktemp("delays")))
 
-    def forward(q, k, v, out, lse, counter, is_causal):
+    def forward(q, k, v, out, lse, counter, is_causal, way):
         band = (-OPEN, 0 if is_causal else OPEN)
-        launchers.forward(q, k, v, out, lse, counter, band, stream=torch.cuda.current_stream().cuda_stream)
+        launchers.forward(q, k, v, out, lse, counter, band, stream=torch.cuda.current_stream().cuda_stream, way=way)
 
     return forward
 
@@ -70,8 +71,8 @@ def within_tolerance(out, lse, q, k, v, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("dim, seq, layout", CASES)
-def test_delays(delayed_forward, dim, seq, is_causal, layout):
+@pytest.mark.parametrize("dim, seq, layout, way", CASES)
+def test_delays(delayed_forward, dim, seq, is_causal, layout, way):
     normal = generator(f"delays{dim}-{seq}")
     q, k, v = (place(torch.randn(BATCH, heads, seq, dim, generator=normal).to(DTYPES[dim]), name in ODD[layout])
                for name, heads in (("q", HEADS), ("k", HEADS_KV), ("v", HEADS_KV)))  # fmt: skip
@@ -87,7 +88,7 @@ def test_delays(delayed_forward, dim, seq, is_causal, layout):
         if turn % 3 == 0:  # other work takes processors, so that blocks start late and in another order
             with torch.cuda.stream(busy):
                 noise @ noise
-        delayed_forward(q, k, v, out, lse, counter_in_use, is_causal)
+        delayed_forward(q, k, v, out, lse, counter_in_use, is_causal, way)
         if first is None:
             first = out.clone(), lse.clone()
             within_tolerance(*first, q, k, v, is_causal)

@@ -106,6 +106,70 @@ def test_counting_of_many_tiles():
         check_counting(3, 14, 7, 900, 700, dim, torch.bfloat16, call=BANDS[band], backward=False)
 
 
+# --- few queries on long keys -----------------------------------------------------------------------------------------
+
+DECODE_HEADS = ((32, 8), (8, 8), (7, 1), (71, 1), (6, 2))
+
+
+def kernels_of(*inputs, **options):
+    with torch_flashsdpa.profiler.kernels_run() as kernels:
+        forward(*inputs, **options)
+        torch.cuda.synchronize()
+    return kernels
+
+
+@pytest.mark.parametrize("heads", DECODE_HEADS, ids=str)
+@pytest.mark.parametrize("seq_q", (1, 2, 5, 16, 64, 100))
+def test_few_queries(heads, seq_q):
+    dims, dtypes = itertools.cycle((64, 128, 256, 80, 192)), itertools.cycle(HALVES)
+    for seq_k, band in itertools.product((1, 63, 700, 8192, 20001), ("full", "causal_br", "window_br")):
+        dim = next(dims)
+        hold(Case(f"few-{heads}-{seq_q}x{seq_k}-{band}", 2, heads, (seq_q, seq_k), (dim, dim), next(dtypes), call=BANDS[band],
+                  grad=""))
+
+
+def test_few_queries_head_dims_of_q_and_v_differ():
+    for dims in MIXED_DIMS:
+        hold(Case(f"few-{dims}", 2, (8, 2), (3, 5000), dims, torch.bfloat16, call=BANDS["causal_br"], grad=""))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_queries_layouts(layout):
+    for dim, layouts in itertools.product((64, 70, 128), ((layout,) * 3, ("bsh", layout, "bhs"), (layout, "bhs", "packed"))):
+        hold(Case(f"few-{layouts}", 2, (8, 2), (5, 3000), (dim, dim), torch.bfloat16, call=BANDS["causal_br"], layout=layouts,
+                  grad=""))
+
+
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_few_queries_counting(dim):
+    for (seq_q, seq_k), heads in itertools.product(((1, 4000), (4, 1500), (70, 2100)), ((8, 2), (5, 1), (3, 3))):
+        for call in (Call(), Call(is_causal=True), Call(is_causal=True, bottom_right=True), Call(window=(70, 3))):
+            check_counting(1, *heads, seq_q, seq_k, dim, torch.bfloat16, call=call, backward=False)
+
+
+def test_keys_are_split_where_processors_would_idle():
+    q, k, v = normal("split q", 1, 32, 1, 128), normal("split k", 1, 8, 8192, 128), normal("split v", 1, 8, 8192, 128)
+    kernels = kernels_of(q, k, v)
+    assert any("fwd_sm90" in name for name in kernels) and any("fwd_combine_sm90" in name for name in kernels), kernels
+    full = normal("whole q", 4, 32, 2048, 128), *(normal(f"whole {i}", 4, 8, 2048, 128) for i in "kv")
+    assert not any("combine" in name for name in kernels_of(*full))
+
+
+def test_few_queries_of_scores_of_any_magnitude():
+    for magnitude in (1.0, 133120.0, 1e18):
+        q = torch.full((1, 4, 3, 128), magnitude, dtype=torch.bfloat16)
+        k, v = torch.full((1, 1, 9000, 128), magnitude, dtype=torch.bfloat16), normal("few equal", 1, 1, 9000, 128)
+        out, lse = forward(q, k, v)
+        assert (out.float() - v.float().mean(2, keepdim=True)).abs().max() < 1e-2
+        assert lse.isfinite().all()
+
+
+def test_few_queries_on_a_million_keys():
+    q, k, v = normal("million q", 1, 16, 3, 128), normal("million k", 1, 2, 1_048_576, 128), normal("million v", 1, 2, 1_048_576, 128)
+    out, lse = forward(q, k, v)
+    sampled_rows(q, k, v, out, lse, [0, 1, 2])
+
+
 # --- numbers that are special -----------------------------------------------------------------------------------------
 
 
@@ -230,8 +294,8 @@ def test_over_2_to_31_elements():
 def test_repeats_are_bitwise_equal_beside_a_busy_stream():
     """An error that moves is a race. Another stream keeps processors busy, so that blocks start in other orders."""
     noise, other = torch.randn(4096, 4096, dtype=torch.bfloat16), torch.cuda.Stream()
-    for dim, is_causal, seq in itertools.product((64, 128, 256), (False, True), (333, 2048)):
-        q, k, v = (normal(f"repeat{i}", 2, 8, seq, dim) for i in range(3))
+    for dim, is_causal, (seq_q, seq) in itertools.product((64, 128, 256), (False, True), ((333, 333), (2048, 2048), (3, 9000))):
+        q, k, v = (normal(f"repeat{i}", 2, 8, length, dim) for i, length in enumerate((seq_q, seq, seq)))
         first = forward(q, k, v, is_causal=is_causal)
         for turn in range(40):
             if turn % 2:
@@ -243,8 +307,8 @@ def test_repeats_are_bitwise_equal_beside_a_busy_stream():
 
 
 def test_captured_and_replayed_with_other_contents():
-    for is_causal, seq in ((False, 300), (True, 300), (True, 3000)):
-        q, k, v = (normal(f"capture{i}", 2, 16, seq, 64) for i in range(3))
+    for is_causal, seq_q, seq in ((False, 300, 300), (True, 300, 300), (True, 3000, 3000), (False, 1, 9000), (True, 40, 9000)):
+        q, k, v = (normal(f"capture{i}", 2, heads, length, 64) for i, (heads, length) in enumerate(((16, seq_q), (4, seq), (4, seq))))
         forward(q, k, v, is_causal=is_causal)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

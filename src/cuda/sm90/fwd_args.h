@@ -34,14 +34,14 @@ struct FwdOrder {
 // Results of a part of the keys of every row; rows are numbered (batch, query head, query).
 struct FwdPartial {
   float* out;     // (splits, rows, row_floats): the sum of exp(score - max) * v; past the columns of v zeros
-  float* weight;  // (splits, rows, 2): max, a reference in units of scores before scaling, and the sum of exp(score - max)
+  float* weight;  // (splits, rows, 2): max, a reference in units of unscaled scores, and the sum of exp(score - max)
   int32_t rows;
   int32_t row_floats;  // columns of v rounded up to a multiple of 4, so that rows are 16-byte aligned
 };
 
-// What kernels for few queries (FwdTile::kFew) are told besides. There a "head" of the order of tiles is a pack: `pack` of
-// the query heads that share a head of k and v, side by side, so that row r of a consumer is head r % pack of the pack and
-// query r / pack. And a piece of work is a tile against one of `splits` parts of its keys.
+// What kernels for few queries (FwdTile::kFew) are told besides. There a "head" of the order of tiles is a pack: `pack`
+// of the query heads that share a head of k and v, side by side, so that row r of a consumer is head r % pack of the
+// pack and query r / pack. And a piece of work is a tile against one of `splits` parts of its keys.
 struct FwdFew {
   int32_t heads_q, group;  // query heads, and how many of them share a head of k and v
   int32_t pack;
@@ -62,6 +62,7 @@ struct FwdMask {
   int32_t queries, keys;                                        // of the mask: 1 stands for all
   int32_t cols;                                                 // granules of keys
   bool one_key;                                                 // keys is 1
+  bool vectors;                                                 // values can be read 16 bytes at a time
 };
 
 struct FwdArgs {

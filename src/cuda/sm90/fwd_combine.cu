@@ -1,7 +1,8 @@
 // The second kernel of a split launch: out = sum over parts of f(part) * out(part) / sum of f(part) * sum(part), where
 // f(part) = exp((max(part) - max) * scale). In a fixed order, so that results do not depend on timing.
 //
-// A row is summed by 1, 2, 4 or 8 warps, each taking every so many-th part; a lane has 4 columns, and 4 more 128 further.
+// A row is summed by 1, 2, 4 or 8 warps, each taking every so many-th part; a lane has 4 columns, and 4 more 128
+// further.
 #include "../../ptx/arithmetic.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/warpgroup.cuh"
@@ -108,7 +109,8 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_fwd_combine_sm90(const __g
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const int column = c * kChunkColumns + kLaneColumns * lane;
-        if (column < row_floats) more[u][c] = *reinterpret_cast<const FourFloats*>(lines + s * rows * row_floats + column);
+        const float* from = lines + s * rows * row_floats + column;
+        if (column < row_floats) more[u][c] = *reinterpret_cast<const FourFloats*>(from);
       }
     }
 #pragma unroll
@@ -160,7 +162,8 @@ const char* fwd_combine(const FwdArgs& args, DType dtype, cudaStream_t stream) {
   const FwdFew& few = args.few;
   int warps_per_row = 1;
   while (warps_per_row < kWarps && warps_per_row * kPartsPerWarp < few.splits) warps_per_row *= 2;
-  const CombineArgs combine{few.partial, args.out, args.lse, few.heads_q, args.seq_q, few.splits, warps_per_row, args.scale};
+  const CombineArgs combine{few.partial, args.out,   args.lse,      few.heads_q,
+                            args.seq_q,  few.splits, warps_per_row, args.scale};
   const int64_t rows_per_block = kWarps / warps_per_row;
   const auto blocks = static_cast<uint32_t>((few.partial.rows + rows_per_block - 1) / rows_per_block);
   const auto kernel = dtype == DType::kBFloat16 ? flashsdpa_fwd_combine_sm90<DType::kBFloat16>

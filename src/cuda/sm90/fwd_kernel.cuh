@@ -48,6 +48,7 @@ struct FwdShared {
   __device__ uint32_t empty_tile(int slot) const { return full_tile(kTileSlots + slot); }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
   __device__ uint32_t block(int stage) const { return base + Tile::kBlockOffset + 4 * stage; }
+  __device__ uint32_t values(int consumer) const { return base + Tile::kValuesOffset + consumer * Tile::kValuesBytes; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
 
@@ -190,6 +191,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   const int lane_query = Tile::kFew ? lane_row / args.few.pack : lane_row;
   const int query_step = Tile::kFew ? (lane_row + 8) / args.few.pack - lane_query : 8;
   const Turn<Tile::kConsumers> turn{consumer};
+  BlockMask<Tile> block_mask(args, shared.values(consumer), thread);
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
   uint32_t q_phase = 0;
@@ -242,12 +244,11 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     const int plain_until = same_sign ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
     const int plain_from = (clamp_to(row + queries - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
     OnlineSoftmax softmax;
-    BlockMask<Tile> block_mask;
-    block_mask.start(args, work, {row + lane_query, row + lane_query + query_step});
+    block_mask.start(args, work, row);
 
     // All that is not done to every block; a scale that is not positive makes every block one of these.
     const auto mask = [&](int n) {
-      block_mask.apply(args, work, n, lane, s);
+      block_mask.template apply<kBFloat16>(args, s);
       if (n < plain_until && n >= plain_from) return;
       if (!same_sign) {
 #pragma unroll

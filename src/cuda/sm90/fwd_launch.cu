@@ -21,8 +21,8 @@ struct TensorSizes {
 
 constexpr int64_t kTmaAlign = 16;
 
-// How the kernel reaches a tensor. TMA wants a base and strides that are multiples of 16 bytes; an axis of stride 0 is left
-// out of its map.
+// How the kernel reaches a tensor. TMA wants a base and strides that are multiples of 16 bytes; an axis of stride 0 is
+// left out of its map.
 FwdTensor reach(const void* data, const int64_t (&stride)[4], const TensorSizes& size) {
   constexpr int64_t kMaxStride = int64_t{1} << 40;
   const auto used = [](int64_t length, int64_t step) { return length > 1 && step != 0; };
@@ -34,8 +34,8 @@ FwdTensor reach(const void* data, const int64_t (&stride)[4], const TensorSizes&
   tensor.tma = reinterpret_cast<uintptr_t>(data) % kTmaAlign == 0 && (size.rows == 1 || suits(stride[2])) &&
                (!tensor.map_head || suits(stride[1])) && (!tensor.map_batch || suits(stride[0]));
   const auto even = [](int64_t length, int64_t step) { return length == 1 || step % 2 == 0; };
-  tensor.words = reinterpret_cast<uintptr_t>(data) % 4 == 0 && even(size.rows, stride[2]) && even(size.heads, stride[1]) &&
-                 even(size.batch, stride[0]);
+  tensor.words = reinterpret_cast<uintptr_t>(data) % 4 == 0 && even(size.rows, stride[2]) &&
+                 even(size.heads, stride[1]) && even(size.batch, stride[0]);
   return tensor;
 }
 
@@ -126,6 +126,8 @@ FwdMask make_mask(const Problem& p) {
   mask.keys = static_cast<int32_t>(m.size[3]);
   mask.cols = static_cast<int32_t>(cols);
   mask.one_key = m.size[3] == 1;
+  const int64_t steps = (m.stride[0] | m.stride[1] | m.stride[2]) * dtype_size(m.dtype);
+  mask.vectors = m.stride[3] == 1 && (reinterpret_cast<int64_t>(m.data) | steps) % 16 == 0;
   return mask;
 }
 
@@ -137,6 +139,8 @@ Deal pick_deal(const ForwardParams& f) {
 }
 
 const char* refuse(const Problem& p) {
+  if (p.mask.data && p.mask.dtype != DType::kBool && p.mask.dtype != DType::kFloat32 && p.mask.dtype != p.dtype)
+    return "flashsdpa_fwd_sm90 takes an attn_mask of bool, float32 or q's type";
   if (p.mask.data && !p.plan.data) return "flashsdpa_fwd_sm90 takes an attn_mask with its plan; give flashsdpa::mask_plan of it";
   if (p.dim < 1 || p.dim > kMaxDim || p.dim_v < 1 || p.dim_v > kMaxDim)
     return "flashsdpa_fwd_sm90 takes head dims from 1 to 256; use the stock backend";
@@ -224,11 +228,14 @@ void describe_forward_sm90(const void* params, KernelDetail* detail) {
   const FwdPlan plan = fwd_plan(f.problem, processors, /*may_split=*/true);
   FwdArgs args{};
   reach_all(f, FwdSizes(f.problem), plan, &args);
-  *detail = {plan.instance->block_m(), plan.instance->block_n, plan.instance->stages,
+  *detail = {static_cast<int32_t>(plan.instance->consumers * plan.queries),
+             plan.instance->block_n,
+             plan.instance->stages,
              fwd_equal_tiles(f.problem) ? "a head's tiles together, taken as blocks get free"
                                    : "longest tiles first, taken as blocks get free",
              {args.q.tma, args.k.tma, args.v.tma, args.out.tma},
-             plan.splits, static_cast<int32_t>(plan.pack)};
+             plan.splits,
+             static_cast<int32_t>(plan.pack)};
 }
 
 }  // namespace flashsdpa

@@ -24,8 +24,8 @@ __device__ inline uint32_t swizzled_offset(int row, int chunk) {
 
 // line(r): where row r of the tile starts, or null if there is no such row.
 //
-// By asynchronous copies of 4 bytes, which take no registers, so that the whole tile is under way at once: a warp takes a row,
-// a lane two columns of each box.
+// By asynchronous copies of 4 bytes, which take no registers, so that the whole tile is under way at once: a warp takes
+// a row, a lane two columns of each box.
 template <int kRows, int kBoxes, typename Line>
 __device__ inline void load_tile_words(uint32_t shared, const FwdTensor& tensor, const Line& line, int thread) {
   constexpr int kWarps = ptx::kWarpgroupThreads / ptx::kWarpLanes;
@@ -69,14 +69,14 @@ struct FwdSlot {
   uint32_t shared, full, empty, empty_parity;
 };
 
-// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads. `rows`: of a box of
-// the map, at most kRows; `line` as above.
+// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads. `rows`: of a
+// box of the map, at most kRows; `line` as above.
 //
-// Only who writes waits for the slot: a warp that has nothing to do with a copy could find that the slot has been filled and
-// emptied once more meanwhile, and would wait for a parity that does not come again.
+// Only who writes waits for the slot: a warp that has nothing to do with a copy could find that the slot has been
+// filled and emptied once more meanwhile, and would wait for a parity that does not come again.
 template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, typename Origin, typename Line>
-__device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, Origin at, int rows,
-                                 const Line& line, int thread) {
+__device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, Origin at,
+                                 int rows, const Line& line, int thread) {
   if (kAlone || tensor.tma) {
     if (kAlone || thread == 0) {
       ptx::mbarrier_wait(slot.empty, slot.empty_parity);
@@ -104,8 +104,8 @@ __device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, c
 
 // kRows rows of one head, from `row` on.
 template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
-__device__ inline void load_rows(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, int row, int head,
-                                 int batch, int thread) {
+__device__ inline void load_rows(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, int row,
+                                 int head, int batch, int thread) {
   const uint16_t* base = tensor.data + batch * tensor.stride_batch + head * tensor.stride_head;
   const auto line = [&](int r) { return row + r < tensor.rows ? base + (row + r) * tensor.stride_row : nullptr; };
   const ptx::BoxOrigin at{0, row, head * tensor.map_head, batch * tensor.map_batch};
@@ -114,9 +114,11 @@ __device__ inline void load_rows(const FwdSlot& slot, const FwdTensor& tensor, c
 
 // Q of one consumer: its rows from query `row` on, of a head or a pack of heads.
 template <typename Tile, bool kAlone>
-__device__ inline void load_queries(const FwdSlot& slot, const FwdArgs& args, int row, int head, int batch, int thread) {
+__device__ inline void load_queries(const FwdSlot& slot, const FwdArgs& args, int row, int head, int batch,
+                                    int thread) {
   if constexpr (!Tile::kFew) {
-    load_rows<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(slot, args.q, &args.map_q, row, head, batch, thread);
+    load_rows<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(slot, args.q, &args.map_q, row, head, batch,
+                                                                      thread);
   } else {
     const FwdTensor& q = args.q;
     const uint16_t* base = q.data + batch * q.stride_batch + fwd_first_head<Tile>(args, head) * q.stride_head;

@@ -1,132 +1,12 @@
-// Masked attention: which key blocks a tile visits, from the mask plan, and what the mask does to a block of scores.
-//
-// The producer walks the plan and tells the consumers, with each block of K, its number and what there is to do to it.
+// What a mask does to a block of scores: keeps those whose bit of the mask plan is set, or adds its values.
 #pragma once
 
-#include "../../mask_plan.h"
+#include "../../ptx/copy_async.cuh"
 #include "../../ptx/warpgroup.cuh"
-#include "fwd_args.h"
-#include "fwd_rows.cuh"
-#include "fwd_schedule.cuh"
+#include "fwd_blocks.cuh"
 #include "fwd_softmax.cuh"
-#include "fwd_tiles.h"
 
 namespace flashsdpa {
-
-// A block of keys and, for each consumer, the class of its granules together: kFull, all kept; kEmpty, none; kBits, as the
-// bits say; kMixed, values to add. In one word of shared memory.
-struct FwdBlock {
-  int n;             // key block; -1: there is none
-  uint32_t classes;  // 2 bits a consumer
-  bool final;        // the last one of its tile
-
-  __device__ bool none() const { return n < 0; }
-  __device__ GranuleClass of(int consumer) const { return GranuleClass(classes >> 2 * consumer & 3); }
-  __device__ uint32_t word() const { return uint32_t(n) << 8 | classes << 1 | uint32_t(final); }
-  __device__ static FwdBlock from(uint32_t word) { return {int(word >> 8), word >> 1 & 0x3f, bool(word & 1)}; }
-};
-
-// The plan for a tile of work. Where rows are heads too, the heads of a pack have one mask.
-template <typename Tile>
-__device__ inline const int32_t* plan_of(const FwdArgs& args, const FwdWork& work) {
-  return args.mask.plan + work.batch * args.mask.plan_batch + fwd_first_head<Tile>(args, work.head) * args.mask.plan_head;
-}
-
-// The key blocks of one tile without a mask, last first.
-struct RangeWalk {
-  int next, first;
-  __device__ void start(const FwdArgs&, const FwdWork& work) {
-    next = work.last - 1;
-    first = work.first;
-  }
-  __device__ FwdBlock step() { return {next >= first ? next-- : -1, 0, false}; }
-};
-
-// The key blocks of one tile that hold a score which plan and band both keep, last first. For one thread.
-template <typename Tile>
-struct PlanWalk {
-  static constexpr int kGranules = Tile::kBlockN / int(kGranule);  // of keys in a block
-  static constexpr int kRows = Tile::kConsumers;                   // of granules in a tile: one a consumer
-  static_assert(Tile::kBlockN % kGranule == 0 && kConsumerRows == kGranule);
-  static_assert(!Tile::kFew || kRows == 1, "few queries: all in the first granule");
-
-  const int32_t* entries[kRows];  // of the row's list
-  int next[kRows];                // the entry to come; -1: no more
-  bool one_key;                   // all keys are alike, so all blocks are
-  int first, alike;               // alike: the block to come then
-
-  __device__ void start(const FwdArgs& args, const FwdWork& work) {
-    const FwdMask& mask = args.mask;
-    const int32_t* plan = plan_of<Tile>(args, work);
-    const bool whole = work.last * Tile::kBlockN >= args.seq_k;  // the lists' ends are the tile's
-    bool any = false;
-#pragma unroll
-    for (int c = 0; c < kRows; ++c) {
-      const int row = mask.queries == 1 || Tile::kFew ? 0 : work.row / int(kGranule) + c;
-      const bool there = work.row + c * kConsumerRows < args.seq_q && !work.empty();
-      const int32_t* list = plan + plan_row_offset(row, mask.cols);
-      entries[c] = list + 1;
-      next[c] = -1;
-      if (there) {
-        const int count = __ldg(list);
-        next[c] = mask.one_key || whole ? count - 1 : last_before(entries[c], count, work.last);
-      }
-      any |= next[c] >= 0;
-    }
-    first = work.first;
-    one_key = mask.one_key;
-    alike = any ? work.last - 1 : -1;
-  }
-
-  // The last of `count` entries, keys ascending, whose granule lies before block `end`; -1 if there is none.
-  __device__ static int last_before(const int32_t* entries, int count, int end) {
-    int low = 0;  // entries before `low` lie before `end`, those from `count` on do not
-    while (low < count) {
-      const int middle = (low + count) / 2;
-      if ((__ldg(entries + middle) >> 2) / kGranules < end) {
-        low = middle + 1;
-      } else {
-        count = middle;
-      }
-    }
-    return low - 1;
-  }
-
-  __device__ static int join(int a, int b) { return a == b ? a : a == kMixed || b == kMixed ? kMixed : kBits; }
-
-  __device__ FwdBlock step() {
-    FwdBlock block{-1, 0, false};
-    if (one_key) {
-      if (alike < first) return block;
-      block.n = alike--;
-#pragma unroll
-      for (int c = 0; c < kRows; ++c) {
-        if (next[c] >= 0) block.classes |= uint32_t(__ldg(entries[c]) & 3) << 2 * c;
-      }
-      return block;
-    }
-#pragma unroll
-    for (int c = 0; c < kRows; ++c) {
-      if (next[c] >= 0) block.n = max(block.n, (__ldg(entries[c] + next[c]) >> 2) / kGranules);
-    }
-    if (block.n < first) return {-1, 0, false};
-#pragma unroll
-    for (int c = 0; c < kRows; ++c) {
-      int found[kGranules] = {};  // kEmpty
-      for (int g = 0; g < kGranules && next[c] >= 0; ++g) {
-        const int entry = __ldg(entries[c] + next[c]);
-        if ((entry >> 2) / kGranules != block.n) break;
-        found[g] = entry & 3;
-        --next[c];
-      }
-      int all = found[0];
-#pragma unroll
-      for (int g = 1; g < kGranules; ++g) all = join(all, found[g]);
-      block.classes |= uint32_t(all) << 2 * c;
-    }
-    return block;
-  }
-};
 
 // The bits of a lane's two rows for one block of keys.
 template <typename Tile>
@@ -179,78 +59,138 @@ struct FwdBits {
   }
 };
 
-// An element of an additive mask as float32.
-__device__ inline float mask_value(const FwdMask& mask, int64_t at) {
-  switch (mask.dtype) {
-    case DType::kBFloat16: return ptx::unpack<true>(__ldg(static_cast<const uint16_t*>(mask.values) + at));
-    case DType::kFloat16: return ptx::unpack<false>(__ldg(static_cast<const uint16_t*>(mask.values) + at));
-    case DType::kFloat32: return __ldg(static_cast<const float*>(mask.values) + at);
-    default: return float(__ldg(static_cast<const double*>(mask.values) + at));
-  }
-}
+// An additive mask of one block: 16 rows of each warp, as they are in memory, in shared memory.
+//
+// The warp copies them while the block's product runs. Row r's 16-byte chunks are permuted, so that the 8 rows of a fragment, 256
+// or 512 bytes apart, lie in different banks.
+template <typename Tile>
+struct FwdValues {
+  static constexpr int kRows = 16;  // of a warp
+  uint32_t shared;                  // this warp's
+  bool wide;                        // float32, else q's type
+  int row_bytes;
 
-// Adds the mask to the scores, which are scaled already; -inf removes a score, also one that is NaN.
-template <int kCount>
-__device__ inline void add_values(const FwdMask& mask, int head, int batch, const int (&query)[2], int first_column,
-                                  float (&s)[kCount]) {
-  const int64_t plane = batch * mask.stride_batch + head * mask.stride_head;
+  __device__ void start(const FwdMask& mask, uint32_t consumer_shared, int warp) {
+    wide = mask.dtype == DType::kFloat32;
+    row_bytes = Tile::kBlockN * (wide ? 4 : 2);
+    shared = consumer_shared + warp * kRows * Tile::kBlockN * 4;
+  }
+  __device__ uint32_t address(int row, int byte) const {
+    const int swizzle = wide ? row % 4 * 2 : row % 8;
+    return shared + row * row_bytes + (byte / 16 ^ swizzle) * 16 + byte % 16;
+  }
+
+  // Starts the copy of block n. query(r): of the warp's row r. The lanes have read what was there before.
+  template <typename Query>
+  __device__ void load(const FwdMask& mask, int64_t plane, int n, int lane, const Query& query) const {
+    const int first = n * Tile::kBlockN, size = wide ? 4 : 2;
+    const auto row_start = [&](int r) { return plane + min(query(r), mask.queries - 1) * mask.stride_query; };
+    if (mask.vectors) {
+      const int chunks = row_bytes / 16, elements = 16 / size;
+#pragma unroll 1
+      for (int i = lane; i < kRows * chunks; i += ptx::kWarpLanes) {
+        const int row = i / chunks, column = first + i % chunks * elements;
+        const int there = clamp_to(mask.keys - column, 0, elements);
+        const char* source = static_cast<const char*>(mask.values) + (row_start(row) + (there ? column : 0)) * size;
+        ptx::copy_async_16(address(row, i % chunks * 16), source, there * size);
+      }
+      return;
+    }
+    const int words = row_bytes / 4;
+#pragma unroll 1
+    for (int i = lane; i < kRows * words; i += ptx::kWarpLanes) {
+      const int row = i / words, column = first + i % words * 4 / size;
+      const auto at = [&](int c) { return row_start(row) + min(c, mask.keys - 1) * mask.stride_key; };
+      uint32_t word;
+      if (wide) {
+        word = __ldg(static_cast<const uint32_t*>(mask.values) + at(column));
+      } else {
+        const auto* values = static_cast<const uint16_t*>(mask.values);
+        word = __ldg(values + at(column)) | uint32_t(__ldg(values + at(column + 1))) << 16;
+      }
+      ptx::store_shared_4(address(row, i % words * 4), word);
+    }
+  }
+
+  // Adds the values to the scores, which are scaled already; -inf removes a score, also one that is NaN.
+  template <bool kBFloat16, int kCount>
+  __device__ void add(int lane, float (&s)[kCount]) const {
+    ptx::copy_async_wait();
+    __syncwarp();
+    const auto put = [&](int i, float value) { s[i] = value == kMinusInfinity ? kMinusInfinity : s[i] + value; };
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t row = plane + min(query[half], mask.queries - 1) * mask.stride_query;
-#pragma unroll
-    for (int i = 2 * half; i < kCount; i += 4) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = min(first_column + score_column(i) + e, mask.keys - 1);  // past the end: removed later
-        const float value = mask_value(mask, row + column * mask.stride_key);
-        s[i + e] = value == kMinusInfinity ? kMinusInfinity : s[i + e] + value;
+    for (int i = 0; i < kCount; i += 2) {
+      const int row = lane / 4 + 8 * score_row(i), column = score_column(i) + 2 * (lane % 4);
+      if (wide) {
+        const uint2 pair = ptx::load_shared_8(address(row, 4 * column));
+        put(i, __uint_as_float(pair.x));
+        put(i + 1, __uint_as_float(pair.y));
+      } else {
+        const uint32_t pair = ptx::load_shared_4(address(row, 2 * column));
+        put(i, ptx::unpack<kBFloat16>(uint16_t(pair)));
+        put(i + 1, ptx::unpack<kBFloat16>(uint16_t(pair >> 16)));
       }
     }
   }
-}
+};
 
 // A consumer's view of the blocks it gets.
 template <typename Tile, bool kMasked = Tile::kMasked>
 struct BlockMask {  // without a mask: all there is to know is the number, which the consumer counts down itself
-  __device__ void start(const FwdArgs&, const FwdWork&, const int (&)[2]) {}
+  __device__ BlockMask(const FwdArgs&, uint32_t, int) {}
+  __device__ void start(const FwdArgs&, const FwdWork&, int) {}
   __device__ void take(const FwdArgs&, uint32_t, int, int&) {}
   __device__ bool more(int n, int first) const { return n >= first; }
-  template <int kCount>
-  __device__ void apply(const FwdArgs&, const FwdWork&, int, int, float (&)[kCount]) const {}
+  template <bool kBFloat16, int kCount>
+  __device__ void apply(const FwdArgs&, float (&)[kCount]) const {}
 };
 
 template <typename Tile>
 struct BlockMask<Tile, true> {
+  const int warp, lane;
   const int32_t* plan;
-  int query[2];  // of the lane's rows
-  FwdBlock block;
+  int64_t plane;  // of the values
+  int first_query;
+  bool final;
   GranuleClass kind;
   FwdBits<Tile> bits;
+  FwdValues<Tile> values;
 
-  __device__ void start(const FwdArgs& args, const FwdWork& work, const int (&rows)[2]) {
+  __device__ BlockMask(const FwdArgs& args, uint32_t values_shared, int thread)
+      : warp(thread / ptx::kWarpLanes), lane(thread % ptx::kWarpLanes) {
+    values.start(args.mask, values_shared, warp);
+  }
+  // `row`: the consumer's first query.
+  __device__ void start(const FwdArgs& args, const FwdWork& work, int row) {
     plan = plan_of<Tile>(args, work);
-    query[0] = rows[0];
-    query[1] = rows[1];
-    block.final = false;
+    plane = work.batch * args.mask.stride_batch + fwd_first_head<Tile>(args, work.head) * args.mask.stride_head;
+    first_query = row;
+    final = false;
   }
-  // The word that came with the block of K; its bits are asked for at once, so that they arrive under the product.
+  __device__ int query(const FwdArgs& args, int row_of_warp) const {
+    const int row = warp * FwdValues<Tile>::kRows + row_of_warp;
+    return first_query + (Tile::kFew ? row / args.few.pack : row);
+  }
+  // The word that came with the block of K. What the mask has to say is asked for at once, to arrive under the product.
   __device__ void take(const FwdArgs& args, uint32_t slot, int consumer, int& n) {
-    block = FwdBlock::from(__shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0));
-    kind = block.of(consumer);
+    const FwdBlock block = FwdBlock::from(__shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0));
     n = block.n;
-    bits.load(args.mask, plan, kind, query, n);
+    final = block.final;
+    kind = block.of(consumer);
+    bits.load(args.mask, plan, kind, {query(args, lane / 4), query(args, lane / 4 + 8)}, n);
+    if (kind == kMixed) values.load(args.mask, plane, n, lane, [&](int r) { return query(args, r); });
   }
-  __device__ bool more(int, int) const { return !block.final; }
+  __device__ bool more(int, int) const { return !final; }
 
-  template <int kCount>
-  __device__ void apply(const FwdArgs& args, const FwdWork& work, int n, int lane, float (&s)[kCount]) const {
+  template <bool kBFloat16, int kCount>
+  __device__ void apply(const FwdArgs& args, float (&s)[kCount]) const {
     if (args.sign != 1.f) {
 #pragma unroll
       for (float& score : s) score *= args.sign;
     }
     if (kind == kMixed) {
-      add_values(args.mask, fwd_first_head<Tile>(args, work.head), work.batch, query,
-                 n * Tile::kBlockN + 2 * (lane % 4), s);
+      values.template add<kBFloat16>(lane, s);
+      __syncwarp();  // before the next block's values take the place of these
     } else if (kind != kFull) {
       bits.apply(s, lane);
     }

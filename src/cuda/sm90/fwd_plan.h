@@ -1,8 +1,9 @@
 // Host side of the forward kernel: which instance a call gets, how its rows are packed and its keys split.
 //
 // The plan is the one whose time, by the model below, is shortest. The model knows four things: a block of keys takes a
-// processor as long as its bytes take to arrive, or its products to compute; a wave of tiles takes as long as its longest;
-// nothing is faster than the memory gives K and V; a split launch pays for its second kernel and the partial results.
+// processor as long as its bytes take to arrive, or its products to compute; a wave of tiles takes as long as its
+// longest; nothing is faster than the memory gives K and V; a split launch pays for its second kernel and the partial
+// results.
 #pragma once
 
 #include <algorithm>
@@ -86,8 +87,8 @@ inline int64_t fwd_keys(const Problem& p, int64_t row, int64_t queries) {
 // Whether every tile visits as many key blocks.
 inline bool fwd_equal_tiles(const Problem& p) { return p.band.open() && !p.mask.data; }
 
-// Key blocks of the tiles, as far as the band says: of the longest and on average. The number of keys is a straight line in the row, bent twice at
-// the most, so the ends and the middle tell it well enough.
+// Key blocks of the tiles, by the band alone: of the longest and on average. The number of keys is a straight line in the row, bent twice
+// at the most, so the ends and the middle tell it well enough.
 struct FwdLengths {
   double longest, mean;
 };

@@ -6,7 +6,8 @@
 
 namespace flashsdpa {
 
-// A tile: queries from `row` on of one head (few queries: pack of heads) of one batch, against key blocks first <= n < last.
+// A tile: queries from `row` on of one head (few queries: pack of heads) of one batch, against key blocks first <= n <
+// last.
 struct FwdWork {
   int row, head, batch;
   int first, last;

@@ -44,8 +44,8 @@ __device__ inline void store_staged(uint32_t shared, const FwdArgs& args, int ro
   for (int box = 0; box < Tile::kBoxesV; ++box) {
     const uint32_t from = shared + box * Tile::kQueryBoxBytes;
     if constexpr (Tile::kFew) {
-      ptx::tma_store(&args.map_out, from,
-                     ptx::PackedBoxOrigin{box * kBoxColumns, fwd_first_in_group(args, head), row, head / args.group, batch});
+      const int in_group = fwd_first_in_group(args, head), group = head / args.group;
+      ptx::tma_store(&args.map_out, from, ptx::PackedBoxOrigin{box * kBoxColumns, in_group, row, group, batch});
     } else {
       ptx::tma_store(&args.map_out, from, ptx::BoxOrigin{box * kBoxColumns, row, head, batch});
     }
@@ -73,16 +73,17 @@ __device__ inline void store_plain(const FwdArgs& args, const float (&o)[Tile::k
 
 // The sums over a part of the keys, as they are.
 template <typename Tile>
-__device__ inline void store_partial(const FwdArgs& args, const float (&o)[Tile::kDimV / 2], const OnlineSoftmax& softmax,
-                                     const FwdWork& work, int first_query, int thread) {
+__device__ inline void store_partial(const FwdArgs& args, const float (&o)[Tile::kDimV / 2],
+                                     const OnlineSoftmax& softmax, const FwdWork& work, int first_query, int thread) {
   const FwdPartial& partial = args.few.partial;
   const int lane = thread % ptx::kWarpLanes, warp = thread / ptx::kWarpLanes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const FwdRow at = fwd_row<Tile>(args, work.head, first_query, warp * 16 + lane / 4 + 8 * half);
     if (!at.used) continue;
-    const int64_t head = int64_t(work.batch) * args.few.heads_q + fwd_first_head<Tile>(args, work.head) + at.further_head;
-    const int64_t line = int64_t(work.split) * partial.rows + head * args.seq_q + at.query;
+    const int head = fwd_first_head<Tile>(args, work.head) + at.further_head;
+    const int64_t row = (int64_t(work.batch) * args.few.heads_q + head) * args.seq_q + at.query;
+    const int64_t line = int64_t(work.split) * partial.rows + row;
     if (lane % 4 == 0) {
       partial.weight[2 * line] = softmax.max[half];
       partial.weight[2 * line + 1] = softmax.sum[half];

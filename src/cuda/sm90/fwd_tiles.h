@@ -21,12 +21,14 @@ struct FwdChoice {
   bool own_out;  // the output is staged in shared memory of its own, not in Q's: Q of the next tile may load meanwhile
 };
 
-// Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128 KB of K
-// and V on their way, in blocks no larger than its softmax needs to keep up.
-constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
+// Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128
+// KB of K and V on their way, in blocks no larger than its softmax needs to keep up.
+// Masked tiles have key blocks of whole granules and leave room for values.
+constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, bool masked) {
   if (consumers == 1) {
     return {.block_n = dim <= 64 ? 128 : 64, .stages = dim <= 128 ? 4 : 2, .own_out = true};
   }
+  if (masked && dim > 64) return {.block_n = dim <= 128 ? 128 : 64, .stages = 2, .own_out = false};
   if (dim <= 64) return {.block_n = consumers == 3 ? 112 : 128, .stages = 2, .own_out = true};
   if (dim <= 96) return {.block_n = 96, .stages = 2, .own_out = true};
   if (dim <= 128) return {.block_n = 128, .stages = 2, .own_out = true};
@@ -34,11 +36,11 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers) {
   return {.block_n = 64, .stages = 2, .own_out = false};
 }
 
-// kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs, and keys
-// may be split (FwdFew); else rows are queries. kWithMask: blocks of keys come from a mask plan (fwd_mask.cuh).
+// kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs,
+// and keys may be split (FwdFew); else rows are queries. kWithMask: blocks of keys come from a mask plan (fwd_blocks.cuh).
 template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, bool kWithMask>
 struct FwdTile {
-  static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups);
+  static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups, kWithMask);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = kConsumerGroups;
   static constexpr bool kFew = kFewQueries, kMasked = kWithMask;
@@ -51,7 +53,8 @@ struct FwdTile {
   static constexpr bool kHandOver = kConsumers > 1;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * ptx::kWarpgroupThreads <= 64 * 1024 || !kHandOver);
+  static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;
+  static_assert(kRegisters * ptx::kWarpgroupThreads <= 64 * 1024 || !kHandOver);
 
   // Boxes of 64 columns; the last one of class 96 is half used.
   static constexpr int kBoxes = (kDim + kBoxColumns - 1) / kBoxColumns;
@@ -69,7 +72,9 @@ struct FwdTile {
   static constexpr int kOwnOutOffset = kVOffset + kStages * kVBytes;
   static constexpr int kOutOffset = kOwnOut ? kOwnOutOffset : kQOffset;
   static constexpr int kOutStride = kOwnOut ? kOutBytes : kQBytes;
-  static constexpr int kBarrierOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
+  static constexpr int kValuesOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
+  static constexpr int kValuesBytes = kMasked ? kConsumerRows * kBlockN * 4 : 0;  // of one consumer, in float32
+  static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kValuesBytes;
   static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: 4 bytes for each stage of K

@@ -35,6 +35,11 @@ inline uint32_t load_shared_4(uint32_t shared) {
   return x;
 }
 
+inline uint2 load_shared_8(uint32_t shared) {
+  if (shared % 8) emulation::fail("a load at a misaligned shared memory address");
+  return {load_shared_4(shared), load_shared_4(shared + 4)};
+}
+
 inline void stmatrix_x4(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   const uint32_t words[4] = {r0, r1, r2, r3};
   const int lane = lane_of_thread();
