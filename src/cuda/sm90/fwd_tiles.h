@@ -51,8 +51,8 @@ struct FwdTile {
 
   // What the register file of 64 K leaves to each role; two roles have 255 each from the start.
   static constexpr bool kHandOver = kConsumers > 1;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
   static constexpr int kRegisters = kProducerRegisters + kConsumers * kConsumerRegisters;
   static_assert(kRegisters * ptx::kWarpgroupThreads <= 64 * 1024 || !kHandOver);
 
