@@ -161,16 +161,6 @@ def sampled_error(case, q, k, v, out):
     return worst
 
 
-def elapsed_ms(call, repeats):
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
 def graph_ms(calls, repeats):
     """A call of a captured graph, in which the calls take turns: each reads other memory than the one before."""
     calls[0]()
@@ -179,7 +169,7 @@ def graph_ms(calls, repeats):
         for i in range(repeats):
             calls[i % len(calls)]()
     graph.replay()
-    return elapsed_ms(graph.replay, 3) / repeats
+    return gpu.elapsed_ms(graph.replay, 3) / repeats
 
 
 def host_ms(call, repeats):
@@ -228,7 +218,7 @@ def run_case(case, grid, rounds):
                 runs = [lambda inputs=inputs: call(*inputs, case) for inputs in copies]  # noqa: B023
                 if repeats is None:
                     runs[0]()
-                    repeats = max(2, min(50, int(6 / elapsed_ms(runs[0], 2))))
+                    repeats = max(2, min(50, int(6 / gpu.elapsed_ms(runs[0], 2))))
                 ms = graph_ms(runs, max(repeats, len(copies))) if grid == "decode" else timer(runs[0], repeats)
             if turn >= 0:
                 times[name].append(ms)

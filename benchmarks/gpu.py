@@ -17,6 +17,17 @@ def rotations(bytes_per_call):
     return max(2, min(64, -(-ROTATED_BYTES // bytes_per_call)))
 
 
+def elapsed_ms(call, repeats):
+    """Milliseconds of one of `repeats` calls in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
 def graph_ms(calls, replays=25, warm_up=3):
     """Median milliseconds of one of `calls`, captured together in one CUDA graph, so that no launch gap is counted."""
     stream = torch.cuda.Stream()

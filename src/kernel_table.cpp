@@ -44,7 +44,7 @@ constexpr KernelEntry kTable[] = {
 #endif
 #if defined(FLASHSDPA_HAVE_CUDA)
     {"flashsdpa_fwd_sm90", "src/cuda/sm90/fwd_kernel.cuh", Pass::kForward, Device::kCuda, Isa::kSm90,
-     bit(DType::kBFloat16) | bit(DType::kFloat16), kCausal | kBand | kGqa | kDeterministic, 256, 128, 128,
+     bit(DType::kBFloat16) | bit(DType::kFloat16), kForwardFeatures, 256, 128, 128,
      "TMA producer, up to three wgmma consumers in turn, softmax under the products, longest first",
      launch_forward_sm90, describe_forward_sm90, forward_scratch_sm90},
     {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,

@@ -91,9 +91,11 @@ Band band(const Options& o, int64_t seq_q, int64_t seq_k) {
   return b;
 }
 
+bool has_memory(const Tensor& t) { return !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch(); }
+
 MaskView mask_view(const Tensor& mask) {
   MaskView m;
-  m.data = mask.const_data_ptr();
+  m.data = has_memory(mask) ? mask.const_data_ptr() : reinterpret_cast<const void*>(16);  // not read, but not null
   m.dtype = *to_dtype(mask.scalar_type());
   for (int axis = 0; axis < 4; ++axis) {
     m.size[axis] = mask.size(axis);
@@ -144,9 +146,8 @@ Problem problem(const Call& call) {
 template <class ViewType>
 ViewType unread_view(const Tensor& t, at::IntArrayRef strides, bool fresh) {
   ViewType v;
-  const bool memory = !fresh && !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch();
   const auto offset = fresh ? 0 : t.storage_offset() * static_cast<int64_t>(t.itemsize());
-  v.data = memory ? const_cast<void*>(t.const_data_ptr()) : reinterpret_cast<void*>(offset);
+  v.data = !fresh && has_memory(t) ? const_cast<void*>(t.const_data_ptr()) : reinterpret_cast<void*>(offset);
   for (int axis = 0; axis < 4; ++axis) v.stride[axis] = strides[axis];
   return v;
 }
@@ -181,9 +182,12 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   require("flashsdpa::forward", call);
   const c10::OptionalDeviceGuard guard(query.device());
   routed_calls.fetch_add(1, std::memory_order_relaxed);
+  OptTensor plan;  // CUDA kernels take no mask without one
+  if (query.is_cuda() && given(attn_mask) && !given(mask_plan)) plan = mask_plan_on_device(*attn_mask);
 
   ForwardParams params;
   params.problem = problem(call);
+  if (plan.has_value()) params.problem.plan = plan_view(*plan, *attn_mask);
   const Problem& p = params.problem;
   const auto dtype = query.scalar_type();
   const int64_t dim_v = value.size(3);

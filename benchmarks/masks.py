@@ -1,0 +1,219 @@
+"""Dense masks through F.scaled_dot_product_attention on the GPU: ours beside stock, its backends, FlexAttention, and ourselves
+without a mask, in one run.
+
+    python benchmarks/masks.py [--only TEXT] [--rounds N] [--out DIR]
+
+Every call of ours is cold: it plans its mask, and the plan counts. FlexAttention is compiled and gets its block mask for
+nothing. TFLOP/s are over the pairs that the mask keeps. Rows "is_causal" and "window" say what a call that states its structure
+reaches: ours, and FlashAttention-3 where fa3-fwd is installed. Writes DIR/<date>-<machine>-masks.json. A result is held
+against float64 on sampled rows before it is timed.
+"""
+
+import argparse
+import contextlib
+import functools
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import gpu  # noqa: E402
+from torch_flashsdpa.bench import measure  # noqa: E402
+
+DOCUMENTS = torch.Generator().manual_seed(5)
+
+
+@functools.cache
+def document_ends(seq):
+    """Where documents of 239 to 3908 tokens end that fill a sequence; the same in every run."""
+    ends = [0]
+    while ends[-1] < seq:
+        ends.append(ends[-1] + int(torch.randint(239, 3909, (), generator=DOCUMENTS)) // (1 if seq > 8192 else 4))
+    return torch.tensor(ends[1:], device="cuda").clamp(max=seq)
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    batch: int
+    seq: int
+    dim: int = 128
+    heads: int = 16
+
+    @property
+    def name(self):
+        return f"D{self.dim} {self.kind} B{self.batch} H{self.heads} S{self.seq}"
+
+    @property
+    def is_bias(self):
+        return self.kind.startswith("bias")
+
+    def keep(self, b, h, q, k):
+        """Whether query q sees key k; of indices, tensors or scalars."""
+        if self.kind == "causal bool":
+            return k <= q
+        if self.kind == "half padded":
+            return (k < self.seq // 2) & (q >= 0)
+        if self.kind == "window 1024":
+            return (q - k < 1024) & (k <= q)
+        if self.kind == "documents":
+            document = self.documents
+            return document[q] == document[k]
+        return (q >= 0) & (k >= 0)
+
+    @functools.cached_property
+    def documents(self):
+        return torch.bucketize(torch.arange(self.seq, device="cuda"), document_ends(self.seq), right=True)
+
+    def make_mask(self):
+        rows, cols = torch.arange(self.seq, device="cuda")[:, None], torch.arange(self.seq, device="cuda")
+        if self.is_bias:
+            heads = 1 if self.kind == "bias one head" else self.heads
+            return torch.randn(1, heads, self.seq, self.seq, device="cuda", dtype=torch.bfloat16)
+        keep = self.keep(0, 0, rows, cols).expand(self.seq, self.seq)
+        return keep.expand(self.batch, 1, self.seq, self.seq).contiguous()
+
+    def flop(self):
+        pairs = self.seq**2 if self.is_bias else int(self.make_mask()[0, 0].sum())
+        return 4 * self.batch * self.heads * pairs * self.dim
+
+
+CASES = [Case(kind, 4, 4096, dim) for dim in (128, 64) for kind in ("causal bool", "half padded", "window 1024", "documents")]
+CASES += [Case(kind, 1, 16384) for kind in ("causal bool", "window 1024", "documents")]
+CASES += [Case(kind, 4, 2048) for kind in ("bias", "bias one head")]
+
+
+def sdpa(case, q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def only(backend):
+    def call(case, q, k, v, mask):
+        with sdpa_kernel(backend):
+            return sdpa(case, q, k, v, mask)
+
+    return call
+
+
+def stated(case, q, k, v, mask):
+    """Our kernel, told the structure instead of shown it; what is asked of the masked one is a share of this."""
+    window = (1023, 0) if case.kind == "window 1024" else (-1, -1)
+    return torch.ops.flashsdpa.forward(q, k, v, is_causal=case.kind == "causal bool", window_left=window[0],
+                                       window_right=window[1])[0]  # fmt: skip
+
+
+def fa3(case, q, k, v, mask):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    window = dict(window_size_left=1023, window_size_right=0) if case.kind == "window 1024" else {}
+    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=case.kind == "causal bool",
+                                 **window)[0].transpose(1, 2)  # fmt: skip
+
+
+def flex(case):
+    """FlexAttention compiled for the case; what it needs of the mask is made here, outside the time."""
+    compiled = torch.compile(flex_attention, dynamic=False)
+    if case.is_bias:
+        def call(case, q, k, v, mask):
+            return compiled(q, k, v, score_mod=lambda score, b, h, i, j: score + mask[0, h if mask.size(1) > 1 else 0, i, j])
+    else:
+        block_mask = create_block_mask(case.keep, None, None, case.seq, case.seq, device="cuda")
+
+        def call(case, q, k, v, mask):
+            return compiled(q, k, v, block_mask=block_mask)
+
+    return call
+
+
+def implementations(case):
+    """{name: (implementation of the record, note, call, context)}"""
+    every = {
+        "flashsdpa": ("flashsdpa", None, sdpa, measure.ours),
+        "stock": ("stock", None, sdpa, measure.stock),
+        "efficient": ("efficient", None, only(SDPBackend.EFFICIENT_ATTENTION), measure.stock),
+        "cudnn": ("cudnn", None, only(SDPBackend.CUDNN_ATTENTION), measure.stock),
+        "flex": ("flex", "block mask not counted", flex(case), measure.stock),
+    }
+    if case.kind in ("causal bool", "window 1024"):
+        every["stated"] = ("flashsdpa", "the structure as an argument", stated, measure.ours)
+        with contextlib.suppress(ImportError):
+            import fa3_fwd_interface  # noqa: F401  registers torch.ops.fa3_fwd
+
+            every["fa3"] = ("fa3", "the structure as an argument", fa3, contextlib.nullcontext)
+    return every
+
+
+def sampled_error(case, q, k, v, mask, out):
+    """The largest error against float64, over 64 rows of the first and of the last head."""
+    worst, rows = 0.0, torch.randint(0, case.seq, (64,), device="cuda")
+    for b, h in ((0, 0), (case.batch - 1, case.heads - 1)):
+        plane = mask[min(b, mask.size(0) - 1), min(h, mask.size(1) - 1), rows]
+        scores = q[b, h, rows].double() @ k[b, h].double().T * case.dim**-0.5
+        scores = scores + plane.double() if case.is_bias else scores.masked_fill(~plane, -torch.inf)
+        worst = max(worst, (out[b, h, rows].double() - scores.softmax(-1) @ v[b, h].double()).abs().max().item())
+    return worst
+
+
+def run_case(case, rounds):
+    q, k, v = (torch.randn(case.batch, case.heads, case.seq, case.dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask, flop = case.make_mask(), case.flop()
+    rows, calls = [], {}
+    for name, (impl, note, call, context) in implementations(case).items():
+        row = {"group": "bias" if case.is_bias else "mask", "case": case.name, "dtype": "bfloat16", "pass": "fwd", "impl": impl}
+        row |= {"note": note} if note else {}
+        rows.append(row)
+        try:
+            with context(), torch.no_grad():
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                out = call(case, q, k, v, mask)
+                row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        except Exception as error:  # noqa: BLE001  a rival without this case is a row without a time
+            row["note"] = f"failed: {str(error).splitlines()[0]}"
+            continue
+        row["error"] = sampled_error(case, q, k, v, mask, out)
+        calls[name] = (call, context, row)
+    ours = calls["flashsdpa"][2]
+    if ours["error"] > 2 * calls["stock"][2]["error"] + torch.finfo(torch.bfloat16).eps:
+        ours["note"] = "wrong: no time"
+        return rows
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, (call, context, _row) in calls.items():
+            with context(), torch.no_grad():
+                times[name].append(gpu.elapsed_ms(lambda call=call: call(case, q, k, v, mask), 3))
+    for name, (_call, _context, row) in calls.items():
+        row["ms"] = statistics.median(times[name])
+        row["tflops"] = flop / row["ms"] / 1e9
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    rows, path = [], None
+    for case in CASES:
+        if options.only not in case.name:
+            continue
+        rows += run_case(case, options.rounds)
+        path = gpu.write(rows, options.out, "masks")
+        new = [row for row in rows if row["case"] == case.name]
+        print(f"{case.name:36}" + "  ".join(
+            f"{row['impl']}{'*' if row.get('note') == 'the structure as an argument' else ''} "
+            + (f"{row['tflops']:.0f}" if "tflops" in row else "-") for row in new), flush=True)  # fmt: skip
+    print(f"* told the structure instead of a mask\n{path}")
+    return 1 if any(row["impl"] == "flashsdpa" and "ms" not in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
