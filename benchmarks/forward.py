@@ -205,7 +205,7 @@ def run_case(case, grid, rounds):
     if calls["flashsdpa"][2]["error"] > limit:
         calls["flashsdpa"][2]["note"] = f"failed: error beyond {limit:.3g}"
         return rows
-    timer = host_ms if grid == "host" else elapsed_ms
+    timer = host_ms if grid == "host" else gpu.elapsed_ms
     times, repeats = {name: [] for name in calls}, 200 if grid == "host" else None
     copies = [(q, k, v)]
     if grid == "decode":  # beyond the L2 cache, several times over

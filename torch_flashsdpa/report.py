@@ -103,7 +103,7 @@ class Explanation:
 
 
 class PlanShares:
-    """How many of a mask's 64 x 64 granules are empty (skipped), full (no mask arithmetic) and mixed (the mask is read)."""
+    """How many of a mask's 64 x 64 granules are empty (skipped), full (no mask arithmetic) and mixed."""
 
     NAMES = ("empty", "full", "mixed")
 
@@ -122,12 +122,12 @@ class PlanShares:
 
     def classes(self, batch=0, head=0):
         """(rows, cols) of 0 empty, 1 full, 2 mixed for one batch and head of the mask, as nested lists."""
-        words = self._plan[batch, head].tolist()
+        words = self._plan[batch, head, : 4 + self._rows * (1 + self._cols)].tolist()
         image = [[0] * self._cols for _ in range(self._rows)]
         for row in range(self._rows):
             start = 4 + row * (1 + self._cols)  # src/mask_plan.h: a count, then entries granule << 2 | class
             for entry in words[start + 1 : start + 1 + words[start]]:
-                image[row][entry >> 2] = entry & 3
+                image[row][entry >> 2] = min(entry & 3, 2)  # 2: values to add; 3: bits alone
         return image
 
 
