@@ -68,12 +68,6 @@ def test_many_pieces(forward, dynamic):
         hold(forward, "pieces", (6, 2), (70, 300), dims, (consumers, 3, splits), band, dynamic=dynamic)
 
 
-def test_a_warp_that_sleeps_through_a_stage(forward):
-    """K by TMA, V by ordinary copies, two stages: warps of the producer that have nothing to do with K must not wait for it."""
-    for turn in range(8):
-        hold(forward, f"sleeps{turn}", (2, 1), (3, 600), (128, 130), (1, 2, 9))
-
-
 @pytest.mark.parametrize("scale", (-0.5, 0.0, 3.0))
 def test_scales(forward, scale):
     hold(forward, f"scale{scale}", (4, 2), (10, 500), (64, 64), (1, 2, 3), replace(BANDS["causal_br"], scale=scale), torch.float16)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_flashsdpa
 from torch_flashsdpa import _doctor, enable, explain, profiler, record_dispatch, report, sdpa_backend
+from torch_flashsdpa._loader import binding
 
 
 def make(*shape, grad=False, device="cpu"):
@@ -33,6 +34,24 @@ def test_explain_tells_what_then_runs(arguments):
         assert explanation.reasons and not kernels
     else:
         assert not explanation.reasons and kernels[explanation.chosen] == 1
+
+
+def test_explain_tells_packs_and_splits_of_a_hopper_call():
+    """Without a GPU too: the plan follows from the shapes, of the usual number of processors."""
+    if not any(entry["name"] == "flashsdpa_fwd_sm90" for entry in binding().kernel_table()):
+        pytest.skip("a build without CUDA kernels")
+
+    def config(seq_q, seq_k, heads_kv):
+        with FakeTensorMode():
+            q, k = (torch.empty(1, h, s, 128, dtype=torch.bfloat16, device="cuda") for h, s in ((32, seq_q), (heads_kv, seq_k)))
+            with sdpa_backend("flashsdpa"):
+                return dict(explain(q, k, k, enable_gqa=True).config)
+
+    decode = config(1, 8192, 8)
+    assert decode["packed"].startswith("4 query heads") and int(decode["key_splits"].split(",")[0]) > 8
+    assert decode["block_m"] == "16"  # queries of four heads in 64 rows
+    prefill = config(4096, 4096, 8)
+    assert "packed" not in prefill and "key_splits" not in prefill
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])

@@ -27,7 +27,8 @@ import torch
 from torch_flashsdpa._loader import binding
 
 binding()
-SHAPES = ((64, 65, 300, 0), (72, 200, 130, 0), (128, 300, 300, 0), (256, 130, 200, 0), (64, 130, 200, 1), (128, 65, 65, 1))
+SHAPES = ((64, 65, 300, 0), (72, 200, 130, 0), (128, 300, 300, 0), (256, 130, 200, 0), (64, 130, 200, 1), (128, 65, 65, 1),
+          (64, 3, 4000, 0), (128, 40, 3000, 0), (70, 3, 2000, 0), (70, 130, 200, 0))  # packed and split; words, not TMA
 
 
 def place(shape, offset):  # elements past the start of an allocation that ends with the tensor

@@ -119,10 +119,10 @@ def kernels_of(*inputs, **options):
 
 
 @pytest.mark.parametrize("heads", DECODE_HEADS, ids=str)
-@pytest.mark.parametrize("seq_q", (1, 2, 5, 16, 64, 100))
+@pytest.mark.parametrize("seq_q", (1, 5, 64, 100))
 def test_few_queries(heads, seq_q):
     dims, dtypes = itertools.cycle((64, 128, 256, 80, 192)), itertools.cycle(HALVES)
-    for seq_k, band in itertools.product((1, 63, 700, 8192, 20001), ("full", "causal_br", "window_br")):
+    for seq_k, band in itertools.product((63, 700, 8192, 20001), ("full", "causal_br", "window_br")):
         dim = next(dims)
         hold(Case(f"few-{heads}-{seq_q}x{seq_k}-{band}", 2, heads, (seq_q, seq_k), (dim, dim), next(dtypes), call=BANDS[band],
                   grad=""))

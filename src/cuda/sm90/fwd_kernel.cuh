@@ -202,6 +202,12 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     fwd_delay(FwdPoint::kFree);
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
+  // After S of block n. Q of the next tile loads while the last softmax and P V of this one are under way.
+  const auto free_scores = [&](const FwdWork& work, int n) {
+    free_stage(shared.empty_k(k_ring.stage()));
+    k_ring.advance();
+    if (Tile::kOwnOut && !block_mask.more(n - 1, work.first)) free_stage(shared.empty_q(consumer));
+  };
   // S = Q K^T of the stage in turn.
   const auto issue_scores = [&] {
     const uint64_t a = ptx::wgmma_operand(shared.q(consumer)), b = ptx::wgmma_operand(shared.k(k_ring.stage()));
@@ -275,8 +281,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       issue_scores();
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(s);
-      free_stage(shared.empty_k(k_ring.stage()));
-      k_ring.advance();
+      free_scores(work, n);
       mask(n);
       float factor[2];  // no reference yet, nothing to shrink
 #pragma unroll
@@ -296,8 +301,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         turn.pass();
         ptx::wgmma_wait<1>();
         ptx::wgmma_settle(s);
-        free_stage(shared.empty_k(k_ring.stage()));
-        k_ring.advance();
+        free_scores(work, n);
         mask(n);
         // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the exponentials
         // before the wait for it: within a straight run of instructions the compiler moves the wait up.
@@ -324,7 +328,6 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll
         for (int i = 0; i < kBlockN / 4; ++i) p[i / 4][i % 4] = ptx::wgmma_register_copy(next_p[i / 4][i % 4]);
       }
-      if constexpr (Tile::kOwnOut) free_stage(shared.empty_q(consumer));
       q_phase ^= 1;
       ptx::mbarrier_wait(shared.full_v(v_ring.stage()), v_ring.phase());
       ptx::wgmma_fence();
