@@ -24,6 +24,8 @@ struct PackedMapShape {
   TensorMapShape tensor;
   uint64_t group;
   uint32_t box_heads;
+  PackedMapShape(const TensorMapShape& tensor, uint64_t group, uint32_t box_heads)
+      : tensor(tensor), group(group), box_heads(box_heads) {}
 };
 
 constexpr uint32_t kBoxColumns = 64;

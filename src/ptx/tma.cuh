@@ -15,6 +15,8 @@ struct BoxOrigin {
 // The same for a map whose heads come in groups, the heads of a group side by side under each row.
 struct PackedBoxOrigin {
   int32_t column, head_in_group, row, group, batch;
+  __host__ __device__ PackedBoxOrigin(int column, int head_in_group, int row, int group, int batch)
+      : column(column), head_in_group(head_in_group), row(row), group(group), batch(batch) {}  // {c, r, h, b}: a BoxOrigin
 };
 
 // Whether other blocks will read the same bytes soon: what the L2 cache should keep, and what it should give up first.

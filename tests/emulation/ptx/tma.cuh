@@ -12,6 +12,8 @@ struct BoxOrigin {
 
 struct PackedBoxOrigin {
   int32_t column, head_in_group, row, group, batch;
+  PackedBoxOrigin(int column, int head_in_group, int row, int group, int batch)
+      : column(column), head_in_group(head_in_group), row(row), group(group), batch(batch) {}
 };
 
 enum class Reuse { kNone, kSoon };
