@@ -32,7 +32,7 @@ struct ConstView {
 
 // The mask, (batch|1, heads_q|1, seq_q|1, seq_k|1): bool (true takes part) or an additive bias. `size` keeps the 1s.
 struct MaskView {
-  const void* data = nullptr;  // null: no mask
+  const void* data = nullptr;  // null: no mask, or one that its plan alone describes: which scores are kept
   DType dtype = DType::kBool;
   int64_t size[4] = {1, 1, 1, 1};
   int64_t stride[4] = {0, 0, 0, 0};  // 0 where size is 1
@@ -70,6 +70,8 @@ struct Problem {
   MaskView mask;
   PlanView plan;
 };
+
+inline bool has_mask(const Problem& p) { return p.mask.data || p.plan.data; }
 
 struct ForwardParams {
   Problem problem;

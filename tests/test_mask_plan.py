@@ -3,8 +3,10 @@
 import pytest
 import torch
 from cases import BROADCASTS, FLOATS, MASK_KINDS, MASK_STRIDES, Case, inputs, make_mask
-from oracle import INF, Call, check, generator, ops, run_op
+from oracle import INF, Call, bytes_allocated, check, generator, ops, run_op
 from reference_plan import BITS, EMPTY, FULL, MIXED, granule_classes, reference_plan
+
+import torch_flashsdpa
 
 SIZES = (2, 3, 130, 257)
 
@@ -130,10 +132,26 @@ def test_a_plan_that_does_not_fit_is_refused(spoil):
         ops().forward(x.q, x.k, x.v, attn_mask=x.mask, mask_plan=plan)
 
 
-def test_a_plan_without_a_mask_is_refused():
+@pytest.mark.parametrize("axes", BROADCASTS, ids=lambda a: a or "none")
+@pytest.mark.parametrize("kind", ("random", "granules", "rows_false", "padding"))
+def test_a_plan_alone_says_all_of_a_bool_mask(kind, axes):
+    for lengths in ((130, 200), (3, 400)):
+        x = inputs(Case("alone", 2, (4, 2), lengths, (16, 16), mask=f"{kind}:{axes or '-'}"))
+        leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+        plan = ops().mask_plan(x.mask)
+        for options in ({}, {"is_causal": True}):
+            want = ops().forward(*leaves, attn_mask=x.mask, mask_plan=plan, **options)
+            got = ops().forward(*leaves, mask_plan=plan, **options)
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
+            grads = [torch.autograd.grad(out, leaves, x.grad_out) for out in (got[0], want[0])]
+            assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_a_plan_alone_of_other_sizes_is_refused():
     x = inputs(Case("alone", seq=(130, 130), mask="causal:qk"))
-    with pytest.raises(RuntimeError, match="mask_plan"):
-        ops().forward(x.q, x.k, x.v, mask_plan=ops().mask_plan(x.mask))
+    for mask in (x.mask[..., :100], x.mask.expand(1, 3, 130, 130), x.mask.expand(2, 1, 130, 130)):
+        with pytest.raises(RuntimeError, match="mask_plan is .*give the plan of a mask that broadcasts"):
+            ops().forward(x.q, x.k, x.v, mask_plan=ops().mask_plan(mask))
 
 
 def test_a_plan_of_another_version_is_refused():
@@ -162,3 +180,40 @@ def test_plan_of_the_public_function():
     assert torch.equal(plan, reference_plan(x.mask))
     got = torch_flashsdpa.attention(x.q, x.k, x.v, attn_mask=x.mask, mask_plan=plan)
     assert torch.equal(got, run_op(x, Call()).out)
+
+
+PREDICATES = {
+    "causal": lambda b, h, q, k: k <= q,
+    "window": lambda b, h, q, k: (q - k).abs() < 40,
+    "everything": lambda b, h, q, k: (q >= 0) & (k >= 0),
+    "nothing": lambda b, h, q, k: (q < 0) & (k < 0),
+    "by head": lambda b, h, q, k: k <= q + 50 * h - 30 * b,
+}
+
+
+@pytest.mark.parametrize("compile", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("name", PREDICATES)
+def test_a_plan_from_a_predicate(name, compile):
+    fn = PREDICATES[name]
+    for seq_q, seq_k in ((1, 1), (64, 128), (130, 200), (200, 333)):
+        b, h = torch.arange(2).view(2, 1, 1, 1), torch.arange(3).view(3, 1, 1)
+        mask = fn(b, h, torch.arange(seq_q)[:, None], torch.arange(seq_k)).expand(2, 3, seq_q, seq_k)
+        plan = torch_flashsdpa.plan_mask_fn(fn, 2, 3, seq_q, seq_k, compile=compile)
+        assert torch.equal(plan, ops().mask_plan(mask.contiguous()))
+
+
+def test_a_predicate_that_looks_up_documents():
+    documents = torch.bucketize(torch.arange(500), torch.tensor([100, 130, 400]), right=True)
+    plan = torch_flashsdpa.plan_mask_fn(lambda b, h, q, k: documents[q] == documents[k], None, None, 500, 500)
+    mask = documents[:, None] == documents
+    assert torch.equal(plan, torch_flashsdpa.plan_mask(mask))
+    x = inputs(Case("documents", 2, (4, 2), (500, 500), (16, 16)))
+    out = torch_flashsdpa.attention(x.q, x.k, x.v, enable_gqa=True, mask_plan=plan)
+    assert torch.equal(out, torch_flashsdpa.attention(x.q, x.k, x.v, attn_mask=mask, enable_gqa=True))
+
+
+def test_a_predicate_makes_no_tensor_of_the_scores():
+    """16384 x 16384: 33.5 MB of bits; the mask would be 268 MB."""
+    compiled = torch_flashsdpa.plan_mask_fn(PREDICATES["causal"], 1, 1, 16384, 16384)
+    used = bytes_allocated(lambda: torch_flashsdpa.plan_mask_fn(PREDICATES["causal"], 1, 1, 16384, 16384))
+    assert used < 4 * compiled.numel() * compiled.element_size()

@@ -21,6 +21,7 @@ _PUBLIC = {
     "route_in_export": "selection",
     "attention": "_attention",
     "plan_mask": "_attention",
+    "plan_mask_fn": "_mask_plan",
     "merge_partials": "_attention",
     "explain": "report",
     "Explanation": "report",

@@ -39,7 +39,8 @@ def attention(
         alibi_slopes: (heads_q,) or (batch, heads_q) float32. sinks: (heads_q,) float32, one logit per head that takes
             weight and gives no value.
         return_lse: also return the log-sum-exp of the scaled scores, with a gradient.
-        mask_plan: plan_mask(attn_mask), to plan a mask once for many calls.
+        mask_plan: plan_mask(attn_mask), to plan a mask once for many calls; or, without attn_mask, the plan of a bool mask,
+            which says all of it.
         deterministic: bitwise equal gradients in every run; None asks torch.are_deterministic_algorithms_enabled().
         batch_invariant: a sequence's result does not depend on its batch.
 

@@ -63,9 +63,6 @@ bool check_options(const Options& o, Reasons& reasons) {
       reasons.add("window_left is ", o.window_left, ", window_right is ", o.window_right,
                   "; give 0 or more keys, or -1 for no limit"))
     return true;
-  if (given(o.mask_plan) && !given(o.attn_mask) &&
-      reasons.add("mask_plan is given without attn_mask; give the mask that it was made from"))
-    return true;
   if (o.softcap != 0.0 && reasons.add("softcap is ", o.softcap, "; flashsdpa kernels take 0.0")) return true;
   if (given(o.alibi_slopes) && reasons.add("alibi_slopes is given; flashsdpa kernels take none")) return true;
   if (given(o.sinks) && reasons.add("sinks is given; flashsdpa kernels take none")) return true;
@@ -223,6 +220,7 @@ void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Rea
     if ((window || o.bottom_right) && reasons.add("window or bottom_right is given; ", entry.name, " takes neither"))
       return;
   }
+  if (given(o.mask_plan) && lacks(kBoolMask) && reasons.add("mask_plan is given; ", entry.name, " takes none")) return;
   if (given(o.attn_mask)) {
     const bool boolean = o.attn_mask->scalar_type() == at::kBool;
     if (boolean && lacks(kBoolMask) && reasons.add("attn_mask is bool; ", entry.name, " takes none")) return;

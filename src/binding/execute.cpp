@@ -104,13 +104,12 @@ MaskView mask_view(const Tensor& mask) {
   return m;
 }
 
-PlanView plan_view(const Tensor& plan, const Tensor& mask) {
-  const auto shape = plan_shape<int64_t>(mask.sizes());
-  TORCH_CHECK(plan.scalar_type() == at::kInt && plan.is_contiguous() && plan.sizes() == at::IntArrayRef(shape) &&
-                  plan.device() == mask.device(),
+// A plan of the right make, of a mask of these sizes.
+PlanView plan_view(const Tensor& plan, const at::Device& device, at::IntArrayRef shape) {
+  TORCH_CHECK(plan.scalar_type() == at::kInt && plan.is_contiguous() && plan.sizes() == shape && plan.device() == device,
               "mask_plan is ", dtype_name(plan.scalar_type()), " ", shape_text(plan.sym_sizes()), " on ", plan.device(),
               "; give flashsdpa::mask_plan(attn_mask) of this mask: contiguous int32 ",
-              shape_text(c10::fromIntArrayRefKnownNonNegative(shape)), " on ", mask.device());
+              shape_text(c10::fromIntArrayRefKnownNonNegative(shape)), " on ", device);
   PlanView p;
   p.data = plan.const_data_ptr<int32_t>();
   // Read on the CPU only: on a device it would make the host wait.
@@ -120,6 +119,23 @@ PlanView plan_view(const Tensor& plan, const Tensor& mask) {
   if (plan.size(0) > 1) p.stride_batch = plan.stride(0);
   if (plan.size(1) > 1) p.stride_head = plan.stride(1);
   return p;
+}
+
+// The mask that a plan alone describes: of any sizes that broadcast and need as many words.
+void take_plan_alone(const Tensor& plan, const at::Device& device, Problem* p) {
+  const auto fits = [](int64_t size, int64_t whole) { return size == 1 || size == whole; };
+  int64_t queries = -1, keys = -1;
+  for (const int64_t q : {p->seq_q, int64_t{1}}) {
+    for (const int64_t k : {p->seq_k, int64_t{1}}) {
+      if (queries < 0 && plan.dim() == 3 && plan.size(2) == plan_words(q, k)) queries = q, keys = k;
+    }
+  }
+  TORCH_CHECK(queries >= 0 && fits(plan.size(0), p->batch) && fits(plan.size(1), p->heads_q), "mask_plan is ",
+              shape_text(plan.sym_sizes()), "; give the plan of a mask that broadcasts to (", to_text(p->batch), ", ",
+              to_text(p->heads_q), ", ", to_text(p->seq_q), ", ", to_text(p->seq_k), ")");
+  p->plan = plan_view(plan, device, plan.sizes());
+  const int64_t sizes[4] = {plan.size(0), plan.size(1), queries, keys};
+  std::copy(std::begin(sizes), std::end(sizes), p->mask.size);
 }
 
 Problem problem(const Call& call) {
@@ -135,9 +151,12 @@ Problem problem(const Call& call) {
   p.dtype = *to_dtype(call.query.scalar_type());
   p.scale = o.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.dim)));
   p.band = band(o, p.seq_q, p.seq_k);
+  const at::Device device = call.query.device();
   if (given(o.attn_mask)) {
     p.mask = mask_view(*o.attn_mask);
-    if (given(o.mask_plan)) p.plan = plan_view(*o.mask_plan, *o.attn_mask);
+    if (given(o.mask_plan)) p.plan = plan_view(*o.mask_plan, device, plan_shape<int64_t>(o.attn_mask->sizes()));
+  } else if (given(o.mask_plan)) {
+    take_plan_alone(*o.mask_plan, device, &p);
   }
   return p;
 }
@@ -187,7 +206,7 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
 
   ForwardParams params;
   params.problem = problem(call);
-  if (plan.has_value()) params.problem.plan = plan_view(*plan, *attn_mask);
+  if (plan.has_value()) params.problem.plan = plan_view(*plan, query.device(), plan->sizes());
   const Problem& p = params.problem;
   const auto dtype = query.scalar_type();
   const int64_t dim_v = value.size(3);

@@ -220,9 +220,14 @@ struct TileMask {
 
   void find(const Problem& p, const RowTile& tile, int granule_class, int64_t first_key, int keys) {
     kept.all = true;
-    biased = granule_class == kMixed && p.mask.dtype != DType::kBool;
-    if (granule_class == kBits) kept.cut_bits(p, tile, first_key, keys);
-    if (granule_class == kMixed && !biased) kept.cut_mask(p, tile, first_key, keys);  // a mask without a plan
+    biased = granule_class == kMixed && p.mask.data && p.mask.dtype != DType::kBool;
+    if (granule_class == kBits || (granule_class == kMixed && !biased)) {
+      if (p.plan.data) {
+        kept.cut_bits(p, tile, first_key, keys);
+      } else {
+        kept.cut_mask(p, tile, first_key, keys);
+      }
+    }
     kept.cut_band(p, tile, first_key, keys);
   }
   template <typename T>

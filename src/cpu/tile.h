@@ -112,7 +112,7 @@ class PlanCursor {
   PlanCursor() = default;
   PlanCursor(const Problem& p, const RowTile& tile) {
     const MaskView& m = p.mask;
-    if (!m.data) return;
+    if (!has_mask(p)) return;
     fixed_ = kMixed;
     if (!p.plan.data || (!tile.one_head && m.size[1] > 1)) return;
     const int64_t row = m.size[2] == 1 ? 0 : tile.query_min / kGranule;

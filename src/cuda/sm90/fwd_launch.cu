@@ -183,7 +183,7 @@ const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const Curren
   args.band_hi = static_cast<int32_t>(std::clamp(p.band.hi, -p.seq_q, p.seq_k));
   args.scale = p.scale == 0 ? 1.f : static_cast<float>(std::fabs(p.scale));
   args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
-  if (p.mask.data) args.mask = make_mask(p);
+  if (has_mask(p)) args.mask = make_mask(p);
   if (args.mask.values) args.scale = 1.f, args.sign = static_cast<float>(p.scale);
   args.few.heads_q = static_cast<int32_t>(p.heads_q);
   args.few.group = static_cast<int32_t>(plan.group);

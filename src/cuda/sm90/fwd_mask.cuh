@@ -177,6 +177,7 @@ struct BlockMask<Tile, true> {
     n = block.n;
     final = block.final;
     kind = block.of(consumer);
+    if (kind == kMixed && !args.mask.values) kind = kBits;  // a plan alone: of values only what they remove is known
     bits.load(args.mask, plan, kind, {query(args, lane / 4), query(args, lane / 4 + 8)}, n);
     if (kind == kMixed) values.load(args.mask, plane, n, lane, [&](int r) { return query(args, r); });
   }

@@ -38,7 +38,7 @@ int64_t fwd_partial_bytes(const Problem& p, const FwdPlan& plan);
 inline const FwdInstance& fwd_whole_instance(const Problem& p) {
   constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
   const int64_t larger = std::max(p.dim, p.dim_v);
-  if (p.mask.data) {
+  if (has_mask(p)) {
     if (larger <= 64) return kFwdMaskedD64;
     if (larger <= 128) return kFwdMaskedD128;
     return larger <= 192 && p.dim_v <= 128 ? kFwdMaskedD192V128 : kFwdMaskedD256;
@@ -52,7 +52,7 @@ inline const FwdInstance& fwd_whole_instance(const Problem& p) {
 
 inline const FwdInstance& fwd_few_instance(const Problem& p, int consumers) {
   const int64_t larger = std::max(p.dim, p.dim_v);
-  if (p.mask.data) return larger <= 64 ? kFwdMaskedFewD64 : larger <= 128 ? kFwdMaskedFewD128 : kFwdMaskedFewD256;
+  if (has_mask(p)) return larger <= 64 ? kFwdMaskedFewD64 : larger <= 128 ? kFwdMaskedFewD128 : kFwdMaskedFewD256;
   if (larger <= 64) return consumers == 1 ? kFwdFew64D64 : kFwdFew128D64;
   if (larger <= 128) return consumers == 1 ? kFwdFew64D128 : kFwdFew128D128;
   return consumers == 1 ? kFwdFew64D256 : kFwdFew128D256;
@@ -73,7 +73,7 @@ inline FwdPlan fwd_tiling(const Problem& p, const FwdInstance& instance, int64_t
 
 // Whether few queries with a mask may go this way: all in one granule, the heads of a pack under one mask.
 inline bool fwd_mask_allows(const Problem& p, const FwdPlan& few) {
-  return !p.mask.data || (few.blocks_m == 1 && (few.pack == 1 || p.mask.size[1] == 1));
+  return !has_mask(p) || (few.blocks_m == 1 && (few.pack == 1 || p.mask.size[1] == 1));
 }
 
 // Keys that a tile of `queries` from `row` on visits.
@@ -85,7 +85,7 @@ inline int64_t fwd_keys(const Problem& p, int64_t row, int64_t queries) {
 }
 
 // Whether every tile visits as many key blocks.
-inline bool fwd_equal_tiles(const Problem& p) { return p.band.open() && !p.mask.data; }
+inline bool fwd_equal_tiles(const Problem& p) { return p.band.open() && !has_mask(p); }
 
 // Key blocks of the tiles, by the band alone: of the longest and on average. The number of keys is a straight line in the row, bent twice
 // at the most, so the ends and the middle tell it well enough.
