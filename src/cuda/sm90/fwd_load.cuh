@@ -25,12 +25,12 @@ __device__ inline uint32_t swizzled_offset(int row, int chunk) {
   return (chunk / 8) * (kRows * kBoxRowBytes) + row * kBoxRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
-template <int kRows, int kBoxes>
+template <int kRows, int kBoxes, int kThreads>
 __device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor, FwdOrigin at, int thread) {
   constexpr int kQuads = kBoxes * 16;  // of 4 elements: more loads in flight do not fit the producer's registers
   const uint16_t* base = tensor.data + at.batch * tensor.stride_batch + at.head * tensor.stride_head;
 #pragma unroll 1
-  for (int i = thread; i < kRows * kQuads; i += ptx::kWarpgroupThreads) {
+  for (int i = thread; i < kRows * kQuads; i += kThreads) {
     const int r = i / kQuads, quad = i % kQuads;
     const int columns = at.row + r < tensor.rows ? tensor.columns - 4 * quad : 0;
     const uint16_t* source = base + (at.row + r) * tensor.stride_row + 4 * quad;
@@ -44,14 +44,15 @@ __device__ inline void load_tile_plain(uint32_t shared, const FwdTensor& tensor,
   }
 }
 
-// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads.
-template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
+// Called by thread 0 of the producers alone if all tensors go by TMA, else by all kThreads of them. `more_bytes`: what else
+// bulk copies bring before the barrier's phase ends.
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, int kThreads = ptx::kWarpgroupThreads>
 __device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTensor& tensor, const CUtensorMap* map,
-                                 FwdOrigin at, int thread) {
+                                 FwdOrigin at, int thread, uint32_t more_bytes = 0) {
   fwd_delay(FwdPoint::kLoad);
   if (kAlone || tensor.tma) {
     if (kAlone || thread == 0) {
-      ptx::mbarrier_arrive_expect(barrier, kBoxes * kRows * kBoxRowBytes);
+      ptx::mbarrier_arrive_expect(barrier, kBoxes * kRows * kBoxRowBytes + more_bytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         const ptx::BoxOrigin box_at{box * kBoxColumns, at.row, at.head * tensor.map_head, at.batch * tensor.map_batch};
@@ -59,10 +60,10 @@ __device__ inline void load_tile(uint32_t shared, uint32_t barrier, const FwdTen
       }
     }
   } else {
-    load_tile_plain<kRows, kBoxes>(shared, tensor, at, thread);
+    load_tile_plain<kRows, kBoxes, kThreads>(shared, tensor, at, thread);
     ptx::fence_proxy_shared();
-    ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
-    if (thread == 0) ptx::mbarrier_arrive(barrier);
+    ptx::barrier_sync(int(FwdBarrier::kProducer), kThreads);
+    if (thread == 0) ptx::mbarrier_arrive_expect(barrier, more_bytes);
   }
 }
 

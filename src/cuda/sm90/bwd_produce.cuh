@@ -1,0 +1,120 @@
+// What the producer warpgroup of the backward kernel does: one warp or two load tiles, one for each consumer adds that
+// consumer's pieces of dQ to those of the other blocks.
+#pragma once
+
+#include "bwd_shared.cuh"
+#include "fwd_load.cuh"
+
+namespace flashsdpa {
+
+// kAlone: all tensors go by TMA, and loader 0 does it alone; else all loaders are here.
+template <typename Tile, bool kAlone>
+__device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shared, int loader) {
+  Ring<Tile::kStages> q_ring;
+  Ring<Tile::kStagesGradOut> grad_out_ring;
+  Ring<kTileSlots> tile_ring;
+  uint32_t kv_phase = 0, next = 0;
+  const auto claim = [&] {
+    if (loader == 0) next = atomicAdd(args.counter, 1u);
+  };
+  claim();
+  while (true) {
+    FwdWork work;
+    if (kAlone || loader == 0) {
+      ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
+      work = bwd_work<Tile>(args, next);
+      fwd_put_work(shared.tile(tile_ring.stage()), work);
+      ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
+    }
+    if constexpr (!kAlone) {
+      ptx::barrier_sync(int(FwdBarrier::kProducer), Tile::kLoaders);
+      work = fwd_get_work(shared.tile(tile_ring.stage()));
+    }
+    tile_ring.advance();
+    if (work.end()) break;
+    if (work.empty()) {
+      claim();
+      continue;
+    }
+
+    BwdVisit at(work, args.group);
+    const auto load_q = [&] {
+      const int stage = q_ring.stage();
+      ptx::mbarrier_wait(shared.empty_q(stage), q_ring.phase() ^ 1);
+      load_tile<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders>(
+          shared.q(stage), shared.full_q(stage), args.q, &args.map_q, {at.m * Tile::kBlockM, at.head, work.batch}, loader,
+          Tile::kStatsBytes);
+      if (kAlone || loader == 0) {
+        constexpr int kFloats = bwd_stats_floats(Tile::kBlockM);
+        ptx::bulk_load(shared.stats(stage), args.stats + bwd_block(args, work, at) * kFloats, Tile::kStatsBytes,
+                       shared.full_q(stage));
+      }
+      q_ring.advance();
+    };
+    const auto load_grad_out = [&] {
+      const int stage = grad_out_ring.stage();
+      ptx::mbarrier_wait(shared.empty_grad_out(stage), grad_out_ring.phase() ^ 1);
+      load_tile<Tile::kBlockM, Tile::kBoxesV, ptx::Reuse::kSoon, kAlone, Tile::kLoaders>(
+          shared.grad_out(stage), shared.full_grad_out(stage), args.grad_out, &args.map_grad_out,
+          {at.m * Tile::kBlockM, at.head, work.batch}, loader);
+      grad_out_ring.advance();
+    };
+
+    // In the order in which consumers wait, but that the first Q does not wait for the memory of K and V.
+    const FwdOrigin keys{work.row, work.head, work.batch};
+    load_q();
+    ptx::mbarrier_wait(shared.empty_kv(), kv_phase ^ 1);
+    kv_phase ^= 1;
+    load_tile<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kNone, kAlone, Tile::kLoaders>(
+        shared.k(), shared.full_k(), args.k, &args.map_k, keys, loader);
+    load_tile<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kNone, kAlone, Tile::kLoaders>(
+        shared.v(), shared.full_v(), args.v, &args.map_v, keys, loader);
+    load_grad_out();
+    at.advance();
+#pragma unroll 1
+    while (at.left > 0) {
+      load_q();
+      load_grad_out();
+      at.advance();
+    }
+    claim();
+  }
+}
+
+// One warp: adds what `consumer` has staged to the sum, block by block; in turn, if the order is fixed.
+template <typename Tile>
+__device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int lane) {
+  // The second consumer of class 96 has half a box of columns.
+  const uint32_t bytes = consumer == 1 && Tile::kDim == 96 ? Tile::kPieceBytes / 2 : Tile::kPieceBytes;
+  Ring<kTileSlots> tile_ring;
+  uint32_t phase = 0;
+  while (true) {
+    const FwdWork work = bwd_take_work(shared, tile_ring, lane);
+    if (work.end()) break;
+    if (lane > 0) continue;
+#pragma unroll 1
+    for (BwdVisit at(work, args.group); at.left > 0; at.advance()) {
+      const int64_t block = bwd_block(args, work, at);
+      uint32_t* turn = args.turns + block * Tile::kConsumers + consumer;
+      ptx::mbarrier_wait(shared.full_piece(consumer), phase);
+      phase ^= 1;
+      fwd_delay(FwdPoint::kStore);
+      if (args.turns) {
+        bwd_wait_turn(turn, bwd_turn<Tile>(args, work, at.m));
+        ptx::fence_proxy();
+      }
+      ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
+      ptx::tma_store_commit();
+      ptx::tma_store_wait_read();
+      fwd_delay(FwdPoint::kFree);
+      ptx::mbarrier_arrive(shared.empty_piece(consumer));
+      if (args.turns) {
+        ptx::tma_store_wait();
+        ptx::fence_proxy();
+        ptx::add_release(turn, 1);
+      }
+    }
+  }
+}
+
+}  // namespace flashsdpa
