@@ -379,15 +379,15 @@ def _indicator(batch, heads, seq, dim, start, dtype):
 
 
 def check_counting(batch, heads_q, heads_kv, seq_q, seq_k, dim, dtype, mask=None, call=Call(), backward=True,
-                   planned=False):
+                   planned=False, forward=None):
     """Every (query, key) pair of every head, one by one, through out and lse, and through dq, dk, dv and dmask.
 
     The mask must be bool, or hold only 0 and -inf. With all scores equal, a row of n keys has weights 1 / n. The
-    gradient of lse alone makes the score gradient that very weight.
+    gradient of lse alone makes the score gradient that very weight. `forward`: the op, or what stands for it.
     """
     call = replace(call, scale=1.0)
     plan = ops().mask_plan(mask) if planned else None
-    run = functools.partial(ops().forward, attn_mask=mask, mask_plan=plan, **call.op_arguments())
+    run = functools.partial(forward or ops().forward, attn_mask=mask, mask_plan=plan, **call.op_arguments())
     group = heads_q // heads_kv
     dim_k = dim if backward else 8  # what the scores are made of is of no interest to the forward
     zeros_q, zeros_k = (torch.zeros(batch, h, s, dim_k, dtype=dtype) for h, s in ((heads_q, seq_q), (heads_kv, seq_k)))

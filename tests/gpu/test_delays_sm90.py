@@ -1,7 +1,6 @@
 """The Hopper forward kernel with random pauses in all of its roles and NaN in its shared memory: an error that moves is a
 race. The kernel is compiled here with FLASHSDPA_TEST_DELAYS (src/cuda/sm90/fwd_delays.cuh), without torch."""
 
-import ctypes
 import itertools
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hopper import needs_hopper, needs_nvcc
+from launchers import OPEN, Launchers
 from oracle import attention64, generator
 
 pytestmark = [needs_hopper, needs_nvcc]
@@ -25,43 +25,6 @@ CASES = [
     *itertools.product(DTYPES, (333,), ("odd", "odd_v")),
 ]
 
-# No struct of params.h is repeated in Python. strides: those of q, k, v and out, (batch, head, row) each.
-SHIM = f"""
-#include "{ROOT}/src/cuda/launchers.h"
-
-using namespace flashsdpa;
-
-extern "C" __attribute__((visibility("default"))) const char* forward(
-    const void* q, const void* k, const void* v, void* out, void* lse, void* counter, const int64_t* strides,
-    int64_t batch, int64_t heads_q, int64_t heads_kv, int64_t seq, int64_t dim, int bfloat16, int causal,
-    double scale, void* stream) {{
-  ForwardParams f{{}};
-  f.problem.batch = batch;
-  f.problem.heads_q = heads_q;
-  f.problem.heads_kv = heads_kv;
-  f.problem.seq_q = f.problem.seq_k = seq;
-  f.problem.dim = f.problem.dim_v = dim;
-  f.problem.dtype = bfloat16 ? DType::kBFloat16 : DType::kFloat16;
-  f.problem.scale = scale;
-  if (causal) f.problem.band.hi = 0;
-  f.q.data = q;
-  f.k.data = k;
-  f.v.data = v;
-  f.out.data = out;
-  for (int axis = 0; axis < 4; ++axis) {{
-    f.q.stride[axis] = axis < 3 ? strides[axis] : 1;
-    f.k.stride[axis] = axis < 3 ? strides[3 + axis] : 1;
-    f.v.stride[axis] = axis < 3 ? strides[6 + axis] : 1;
-    f.out.stride[axis] = axis < 3 ? strides[9 + axis] : 1;
-  }}
-  f.lse = lse;
-  f.counter = static_cast<int32_t*>(counter);
-  Launch launch;
-  launch.stream = stream;
-  return launch_forward_sm90(&f, launch);
-}}
-"""
-
 
 def nvcc(*arguments):
     done = subprocess.run(["nvcc", *map(str, arguments)], capture_output=True, text=True, timeout=300)
@@ -71,10 +34,8 @@ def nvcc(*arguments):
 
 def build(folder):
     """The library of the CUDA forward alone, with delays; its path. All files at once, as many as there are processors."""
-    shim = folder / "shim.cu"
-    shim.write_text(SHIM)
-    sources = [*sorted((ROOT / "src/cuda/sm90").glob("fwd_*.cu")), shim]
-    options = ["--options-file", ROOT / "src/cuda/nvcc_options.txt", "-DFLASHSDPA_TEST_DELAYS"]
+    sources = [*sorted((ROOT / "src/cuda/sm90").glob("fwd_*.cu")), ROOT / "tests/gpu/forward_shim.cu"]
+    options = ["--options-file", ROOT / "src/cuda/nvcc_options.txt", "-DFLASHSDPA_TEST_DELAYS", "-I", ROOT]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: nvcc(*options, "-c", source, "-o", folder / f"{source.stem}.o"), sources))
     library = folder / "delays.so"
@@ -84,19 +45,11 @@ def build(folder):
 
 @pytest.fixture(scope="module")
 def delayed_forward(tmp_path_factory):
-    function = ctypes.CDLL(str(build(tmp_path_factory.mktemp("delays")))).forward
-    function.restype = ctypes.c_char_p
-    function.argtypes = ([ctypes.c_void_p] * 7 + [ctypes.c_int64] * 5 + [ctypes.c_int] * 2
-                         + [ctypes.c_double, ctypes.c_void_p])  # fmt: skip
+    launchers = Launchers(build(tmp_path_factory.mktemp("delays")))
 
     def forward(q, k, v, out, lse, counter, is_causal):
-        strides = (ctypes.c_int64 * 12)(*(t.stride(axis) for t in (q, k, v, out) for axis in range(3)))
-        error = function(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-                         counter.data_ptr() if counter is not None else None,
-                         ctypes.addressof(strides),
-                         q.size(0), q.size(1), k.size(1), q.size(2), q.size(3), q.dtype == torch.bfloat16, is_causal,
-                         q.size(3) ** -0.5, torch.cuda.current_stream().cuda_stream)  # fmt: skip
-        assert error is None, error.decode()
+        band = (-OPEN, 0 if is_causal else OPEN)
+        launchers.forward(q, k, v, out, lse, counter, band, stream=torch.cuda.current_stream().cuda_stream)
 
     return forward
 

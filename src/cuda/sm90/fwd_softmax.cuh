@@ -6,27 +6,11 @@
 
 #include <cstdint>
 
+#include "../../ptx/arithmetic.cuh"
+
 namespace flashsdpa {
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two floats as a pair of 16-bit elements, `low` in the lower half.
-template <bool kBFloat16>
-__device__ inline uint32_t pack(float low, float high) {
-  uint32_t pair;
-  if constexpr (kBFloat16) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  }
-  return pair;
-}
 
 __device__ constexpr int score_row(int i) { return (i / 2) % 2; }
 __device__ constexpr int score_column(int i) { return 8 * (i / 4) + i % 2; }  // but for the lane's part
@@ -75,7 +59,7 @@ struct OnlineSoftmax {
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
     const float safe = top == kMinusInfinity ? 0.f : top;  // without a key: exp2 of -inf, not of -inf - -inf
-    factor = exp2_fast((max[row] - safe) * scale_log2);
+    factor = ptx::exp2_fast((max[row] - safe) * scale_log2);
     sum[row] *= factor;
     max[row] = top;
     // A multiply-add rounds once, a scaled reference before it: from here on the difference may leave exp2's range. Such
@@ -105,10 +89,10 @@ struct OnlineSoftmax {
     float total[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 2 * row; i < kCount; i += 4) {
-      const float low = exp2_fast(exponent(s[i])), high = exp2_fast(exponent(s[i + 1]));
+      const float low = ptx::exp2_fast(exponent(s[i])), high = ptx::exp2_fast(exponent(s[i + 1]));
       total[0] += low;
       total[1] += high;
-      p[i / 8][i % 8 / 2] = pack<kBFloat16>(low, high);
+      p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(low, high);
     }
     return total[0] + total[1];
   }

@@ -19,7 +19,7 @@ __device__ inline void stage_out(uint32_t shared, const float (&o)[Tile::kDimV /
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       const int i = 8 * j + 2 * t;
-      r[t] = pack<kBFloat16>(o[i] * factor[t % 2], o[i + 1] * factor[t % 2]);
+      r[t] = ptx::pack<kBFloat16>(o[i] * factor[t % 2], o[i + 1] * factor[t % 2]);
     }
     ptx::stmatrix_x4(shared + swizzled_offset<kConsumerRows>(row, 2 * j + half), r[0], r[1], r[2], r[3]);
   }
@@ -43,7 +43,7 @@ __device__ inline void store_plain(const FwdTensor& out, const float (&o)[Tile::
 #pragma unroll
   for (int i = 0; i < Tile::kDimV / 2; i += 2) {
     const int r = row + warp * 16 + lane / 4 + 8 * score_row(i), column = score_column(i) + 2 * (lane % 4);
-    const uint32_t pair = pack<kBFloat16>(o[i] * factor[score_row(i)], o[i + 1] * factor[score_row(i)]);
+    const uint32_t pair = ptx::pack<kBFloat16>(o[i] * factor[score_row(i)], o[i + 1] * factor[score_row(i)]);
     uint16_t* target = base + r * out.stride_row + column;
     if (r < out.rows && column < out.columns) target[0] = uint16_t(pair);
     if (r < out.rows && column + 1 < out.columns) target[1] = uint16_t(pair >> 16);

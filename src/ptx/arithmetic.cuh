@@ -1,0 +1,27 @@
+// Single instructions on registers that CUDA C++ has no exact name for.
+#pragma once
+
+#include <cstdint>
+
+namespace flashsdpa::ptx {
+
+// 2^x, error about 2 units in the last place, denormals to zero; 2^-inf is 0.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats as a pair of 16-bit elements, rounded to nearest even; `low` in the lower half.
+template <bool kBFloat16>
+__device__ inline uint32_t pack(float low, float high) {
+  uint32_t pair;
+  if constexpr (kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+}  // namespace flashsdpa::ptx

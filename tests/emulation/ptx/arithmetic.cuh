@@ -1,0 +1,16 @@
+// Emulated src/ptx/arithmetic.cuh.
+#pragma once
+
+#include "../../emulation/device.h"
+#include "../../emulation/half.h"
+
+namespace flashsdpa::ptx {
+
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+template <bool kBFloat16>
+uint32_t pack(float low, float high) {
+  return emulation::to_half(low, kBFloat16) | static_cast<uint32_t>(emulation::to_half(high, kBFloat16)) << 16;
+}
+
+}  // namespace flashsdpa::ptx

@@ -1,0 +1,29 @@
+// Emulated src/ptx/tma.cuh.
+#pragma once
+
+#include "../../emulation/device.h"
+#include "../../emulation/tensor_copy.h"
+
+namespace flashsdpa::ptx {
+
+struct BoxOrigin {
+  int32_t column, row, head, batch;
+};
+
+enum class Reuse { kNone, kSoon };
+template <Reuse>
+uint64_t cache_policy() {
+  return 0;
+}
+
+inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint32_t barrier, uint64_t) {
+  emulation::load_box(shared, map, {at.column, at.row, at.head, at.batch}, barrier);
+}
+inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxOrigin at) {
+  emulation::store_box(map, shared, {at.column, at.row, at.head, at.batch}, emulation::StoreKind::kWrite);
+}
+inline void tma_store_commit() { emulation::commit_stores(); }
+inline void tma_store_wait_read() { emulation::wait_for_stores(0); }
+inline void tma_prefetch_map(const CUtensorMap*) {}
+
+}  // namespace flashsdpa::ptx

@@ -1,0 +1,47 @@
+// Emulated src/ptx/warpgroup.cuh.
+#pragma once
+
+#include "../../emulation/device.h"
+
+namespace flashsdpa::ptx {
+
+constexpr int kWarpLanes = emulation::kWarp;
+constexpr int kWarpgroupThreads = emulation::kWarpgroup;
+
+template <int>
+void registers_give() {}
+template <int>
+void registers_take() {}
+
+inline void barrier_sync(int id, int threads) { emulation::barrier_sync(id, threads); }
+inline void barrier_arrive(int id, int threads) { emulation::barrier_arrive(id, threads); }
+inline void fence_proxy_shared() { emulation::fence_proxy(); }
+
+template <int kWords>
+void store_words(uint32_t shared, const uint32_t (&words)[kWords]) {
+  if (shared % sizeof words) emulation::fail("a store at a misaligned shared memory address");
+  std::memcpy(emulation::shared_bytes(*emulation::current().block, shared, sizeof words, false), words, sizeof words);
+  emulation::wrote_shared(shared, sizeof words);
+}
+inline void store_shared_16(uint32_t shared, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  store_words<4>(shared, {x, y, z, w});
+}
+inline void store_shared_8(uint32_t shared, uint32_t x, uint32_t y) { store_words<2>(shared, {x, y}); }
+inline void store_shared_4(uint32_t shared, uint32_t x) { store_words<1>(shared, {x}); }
+inline uint32_t load_shared_4(uint32_t shared) {
+  uint32_t x;
+  if (shared % 4) emulation::fail("a load at a misaligned shared memory address");
+  std::memcpy(&x, emulation::shared_bytes(*emulation::current().block, shared, 4, false), 4);
+  return x;
+}
+
+inline void stmatrix_x4(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  const uint32_t words[4] = {r0, r1, r2, r3};
+  const int lane = lane_of_thread();
+  for (int tile = 0; tile < 4; ++tile) {
+    const uint32_t row = __shfl_sync(0xffffffffu, shared, 8 * tile + lane / 4);
+    store_shared_4(row + 4 * static_cast<uint32_t>(lane % 4), words[tile]);
+  }
+}
+
+}  // namespace flashsdpa::ptx
