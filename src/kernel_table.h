@@ -52,6 +52,8 @@ struct KernelEntry {
   const char* (*launch)(const void* params, const Launch& launch);
   // Null where the entry says it all. Reads no memory of the tensors: data may be any address of their alignment.
   void (*describe)(const void* params, KernelDetail* detail) = nullptr;
+  // How many bytes of scratch memory the launch needs, of params that hold all but it; null: none.
+  int64_t (*scratch)(const void* params) = nullptr;
 };
 
 // All entries of this build, and whether this machine can run one.

@@ -9,9 +9,9 @@ namespace flashsdpa {
 //   shift  what the exponent of a row is less than its score, base 2; +inf: the row takes no part
 //   delta  rowsum(out * grad_out) - grad_lse
 //   high   0; or, where |lse| > kBwdCoarse, lse itself, taken off the scaled score before anything else
-// then one float that is not 0 if any `high` is not, and padding to 16 bytes.
+// then four floats, one of which is not 0 if any `high` is not, the block's number, and padding to 16 bytes.
 constexpr float kBwdCoarse = 4096.f;
-constexpr int bwd_stats_floats(int block_m) { return 3 * block_m + 4; }
+constexpr int kBwdStats = 3, kBwdFlags = 4, kBwdStatsTail = 8;
 
 // dQ is summed in pieces of 64 x 64 floats (the last of a row of pieces may be narrower), each in the order of a wgmma
 // accumulator: four registers of all threads of a warpgroup, then the next four. Pieces of one query block follow
@@ -23,7 +23,7 @@ struct BwdArgs {
   CUtensorMap map_q, map_grad_out;            // boxes of 64 columns and kBlockM rows
   CUtensorMap map_k, map_v, map_dk, map_dv;   // kBlockN rows
   FwdTensor q, k, v, grad_out, dk, dv;        // grad_out goes by TMA always
-  const float* stats;    // (batch, heads_q, blocks_m, bwd_stats_floats)
+  const float* stats;    // (batch, heads_q, blocks_m, bwd_stats_floats())
   float* dq;             // (batch, heads_q, blocks_m, kBlockM * kDim), see above; zero at the start
   uint32_t* turns;       // (batch, heads_q, blocks_m, consumers), 0 at the start: whose turn it is to add to dq; null: any
   uint32_t* counter;     // tiles taken, 0 at the start
@@ -33,6 +33,8 @@ struct BwdArgs {
   int32_t seq_q, seq_k, blocks_m;
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits
   float scale;               // > 0; scores are (q . k) * sign * scale
+  float scale_log2;          // times log2(e)
+  float inverse_scale;       // finite
   float sign;                // -1, 0, 1
   float grad_scale;          // the caller's scale: of dq and dk
 };

@@ -45,9 +45,8 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
           shared.q(stage), shared.full_q(stage), args.q, &args.map_q, {at.m * Tile::kBlockM, at.head, work.batch}, loader,
           Tile::kStatsBytes);
       if (kAlone || loader == 0) {
-        constexpr int kFloats = bwd_stats_floats(Tile::kBlockM);
-        ptx::bulk_load(shared.stats(stage), args.stats + bwd_block(args, work, at) * kFloats, Tile::kStatsBytes,
-                       shared.full_q(stage));
+        const float* stats = args.stats + bwd_block(args, work, at) * Tile::kStatsFloats;
+        ptx::bulk_load(shared.stats(stage), stats, Tile::kStatsBytes, shared.full_q(stage));
       }
       q_ring.advance();
     };
@@ -89,7 +88,8 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
   Ring<kTileSlots> tile_ring;
   uint32_t phase = 0;
   while (true) {
-    const FwdWork work = bwd_take_work(shared, tile_ring, lane);
+    const FwdWork work = bwd_take_work(shared, tile_ring);
+    bwd_leave_work(shared, tile_ring, lane);
     if (work.end()) break;
     if (lane > 0) continue;
 #pragma unroll 1

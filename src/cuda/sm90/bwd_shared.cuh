@@ -90,15 +90,17 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   return work;
 }
 
-// The next tile of the ring, by whole warps.
+// The tile in turn, by whole warps; it stays there until they leave it.
 template <typename Tile>
-__device__ inline FwdWork bwd_take_work(const BwdShared<Tile>& shared, Ring<kTileSlots>& ring, int lane) {
+__device__ inline FwdWork bwd_take_work(const BwdShared<Tile>& shared, const Ring<kTileSlots>& ring) {
   ptx::mbarrier_wait(shared.full_tile(ring.stage()), ring.phase());
-  const FwdWork work = fwd_get_work(shared.tile(ring.stage()));
+  return fwd_get_work(shared.tile(ring.stage()));
+}
+template <typename Tile>
+__device__ inline void bwd_leave_work(const BwdShared<Tile>& shared, Ring<kTileSlots>& ring, int lane) {
   __syncwarp();
   if (lane == 0) ptx::mbarrier_arrive(shared.empty_tile(ring.stage()));
   ring.advance();
-  return work;
 }
 
 // The query blocks of a tile in the order in which all roles visit them: heads of the group, in each its blocks.

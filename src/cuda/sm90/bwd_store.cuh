@@ -1,9 +1,9 @@
 // The last step of a tile: dK and dV of its keys, scaled and rounded, through shared memory to global memory.
 #pragma once
 
+#include "../../ptx/arithmetic.cuh"
 #include "bwd_shared.cuh"
 #include "fwd_load.cuh"
-#include "fwd_softmax.cuh"
 
 namespace flashsdpa {
 
@@ -17,7 +17,7 @@ __device__ inline void stage_rows(uint32_t shared, const float (&values)[kCount]
     uint32_t r[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      r[t] = pack<kBFloat16>(values[8 * j + 2 * t] * factor, values[8 * j + 2 * t + 1] * factor);
+      r[t] = ptx::pack<kBFloat16>(values[8 * j + 2 * t] * factor, values[8 * j + 2 * t + 1] * factor);
     }
     ptx::stmatrix_x4(shared + swizzled_offset<kRows>(at, 2 * j + half), r[0], r[1], r[2], r[3]);
   }
@@ -33,7 +33,7 @@ __device__ inline void stage_columns(uint32_t shared, const float (&values)[kRow
     uint32_t r[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      r[t] = pack<kBFloat16>(values[8 * j + 2 * t] * factor, values[8 * j + 2 * t + 1] * factor);
+      r[t] = ptx::pack<kBFloat16>(values[8 * j + 2 * t] * factor, values[8 * j + 2 * t + 1] * factor);
     }
     ptx::stmatrix_x4_transposed(shared + swizzled_offset<kRows>(16 * j + row, chunk), r[0], r[1], r[2], r[3]);
   }

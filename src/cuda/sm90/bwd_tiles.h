@@ -67,7 +67,7 @@ struct BwdTile {
   static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
   static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
   static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);
-  static constexpr int kStatsBytes = bwd_stats_floats(kBlockM) * int(sizeof(float));
+  static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdStatsTail, kStatsBytes = kStatsFloats * int(sizeof(float));
   static constexpr int kBarrierOffset = kStatsOffset + kStages * kStatsBytes;
   static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 2 + 2 * kAdders + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
