@@ -26,7 +26,7 @@ def copy_sources(folder):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     for emulated in (folder / "tests/emulation/ptx").iterdir():
         shutil.copy(emulated, folder / "src/ptx")
-    for path in (*(folder / "src/cuda").rglob("*.cu*"), *(folder / "tests/gpu").glob("*.cu*")):
+    for path in (p for top in ("src/cuda", "tests") for p in (folder / top).rglob("*.cu*")):
         path.write_text(LAUNCH.sub(r"launch(\1, \2)(", path.read_text()))
 
 
