@@ -7,6 +7,13 @@ import torch
 OPEN = (2**63 - 1) // 4  # Band::kOpen of params.h
 
 
+def band_of(is_causal, bottom_right, window_left, window_right, seq_q, seq_k):
+    """(lo, hi) of params.h for the arguments of the op."""
+    offset = seq_k - seq_q if bottom_right else 0
+    high = [offset + window_right] * (window_right >= 0) + [offset] * is_causal
+    return (offset - window_left if window_left >= 0 else -OPEN), min(high, default=OPEN)
+
+
 class Launchers:
     """Calls a library that holds the shims; raises RuntimeError with the text of a launcher that refuses."""
 
