@@ -91,29 +91,31 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
     if (work.end()) break;
-    if (lane > 0) continue;
+    if (lane == 0) {
 #pragma unroll 1
-    for (BwdVisit at(work, args.group); at.left > 0; at.advance()) {
-      const int64_t block = bwd_block(args, work, at);
-      uint32_t* turn = args.turns + block * Tile::kConsumers + consumer;
-      ptx::mbarrier_wait(shared.full_piece(consumer), phase);
-      phase ^= 1;
-      fwd_delay(FwdPoint::kStore);
-      if (args.turns) {
-        bwd_wait_turn(turn, bwd_turn<Tile>(args, work, at.m));
-        ptx::fence_proxy();
-      }
-      ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
-      ptx::tma_store_commit();
-      ptx::tma_store_wait_read();
-      fwd_delay(FwdPoint::kFree);
-      ptx::mbarrier_arrive(shared.empty_piece(consumer));
-      if (args.turns) {
-        ptx::tma_store_wait();
-        ptx::fence_proxy();
-        ptx::add_release(turn, 1);
+      for (BwdVisit at(work, args.group); at.left > 0; at.advance()) {
+        const int64_t block = bwd_block(args, work, at);
+        uint32_t* turn = args.turns + block * Tile::kConsumers + consumer;
+        ptx::mbarrier_wait(shared.full_piece(consumer), phase);
+        phase ^= 1;
+        fwd_delay(FwdPoint::kStore);
+        if (args.turns) {
+          bwd_wait_turn(turn, bwd_turn<Tile>(args, work, at.m));
+          ptx::fence_proxy();
+        }
+        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
+        ptx::tma_store_commit();
+        ptx::tma_store_wait_read();
+        fwd_delay(FwdPoint::kFree);
+        ptx::mbarrier_arrive(shared.empty_piece(consumer));
+        if (args.turns) {
+          ptx::tma_store_wait();
+          ptx::fence_proxy();
+          ptx::add_release(turn, 1);
+        }
       }
     }
+    __syncwarp();  // the other lanes wait here, and not for the next tile
   }
 }
 
