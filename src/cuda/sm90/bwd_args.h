@@ -8,7 +8,8 @@ namespace flashsdpa {
 // Of each block of queries, prepared by the first kernel, kBlockM floats each:
 //   shift  what the exponent of a row is less than its score, base 2; +inf: the row takes no part
 //   delta  rowsum(out * grad_out) - grad_lse
-//   high   0; or, where |lse| > kBwdCoarse, lse itself, taken off the scaled score before anything else
+//   high   0; or, where |lse| > kBwdCoarse, lse itself, taken off the scaled score before anything else; `shift` is then
+//          the logarithm of the sum of what is left
 // then four floats, one of which is not 0 if any `high` is not, the block's number, and padding to 16 bytes.
 constexpr float kBwdCoarse = 4096.f;
 constexpr int kBwdStats = 3, kBwdFlags = 4, kBwdStatsTail = 8;
@@ -46,6 +47,11 @@ struct BwdPreArgs {
   const float* lse;       // (batch, heads_q, seq_q)
   const float* grad_lse;  // the same, or null
   int64_t out_stride[3], grad_stride[4];  // batch, head, row (, column)
+  const uint16_t* q;  // for rows with a `high`
+  const uint16_t* k;
+  int64_t q_stride[3], k_stride[3];
+  int32_t group, dim, seq_k, band_lo, band_hi;
+  float scale;
   uint16_t* grad_copy;    // (batch, heads_q, seq_q, copy_columns), where TMA cannot read grad_out; else null
   int32_t copy_columns;
   float* stats;

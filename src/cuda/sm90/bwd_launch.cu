@@ -158,6 +158,16 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.grad_lse = static_cast<const float*>(b.grad_lse);
   std::copy_n(b.out.stride, 3, pre.out_stride);
   std::copy_n(b.grad_out.stride, 4, pre.grad_stride);
+  pre.q = args.q.data;
+  pre.k = args.k.data;
+  std::copy_n(b.q.stride, 3, pre.q_stride);
+  std::copy_n(b.k.stride, 3, pre.k_stride);
+  pre.group = args.group;
+  pre.dim = static_cast<int32_t>(p.dim);
+  pre.seq_k = args.seq_k;
+  pre.band_lo = args.band_lo;
+  pre.band_hi = args.band_hi;
+  pre.scale = args.sign * args.scale;
   pre.grad_copy = scratch.copy_columns > 0 ? reinterpret_cast<uint16_t*>(at(scratch.grad_out)) : nullptr;
   pre.copy_columns = static_cast<int32_t>(scratch.copy_columns);
   pre.stats = reinterpret_cast<float*>(at(scratch.stats));

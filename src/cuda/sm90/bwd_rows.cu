@@ -14,7 +14,7 @@ namespace flashsdpa {
 namespace {
 
 constexpr int kThreads = 128, kVector = 8;  // elements of 16 bytes
-constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kInfinity = __builtin_huge_valf(), kLog2e = 1.4426950408889634f;
 
 struct alignas(16) Vector {
   uint16_t element[kVector];
@@ -53,6 +53,24 @@ __device__ inline void store_vector(uint16_t* target, const Vector& v, int count
   }
 }
 
+// The shift of a row whose log-sum-exp has few digits left for the logarithm of the sum, or none: the sum again, from the
+// scores. By the whole warp, in ordinary arithmetic: such rows are hardly ever met.
+template <bool kBFloat16>
+__device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& at, int row, float lse, int lane) {
+  const uint16_t* q = args.q + at.batch * args.q_stride[0] + at.head * args.q_stride[1] + row * args.q_stride[2];
+  const uint16_t* k = args.k + at.batch * args.k_stride[0] + at.head / args.group * args.k_stride[1];
+  float sum = 0.f;
+  for (int j = max(row + args.band_lo, 0) + lane; j <= min(row + args.band_hi, args.seq_k - 1); j += ptx::kWarpLanes) {
+    float score = 0.f;
+    for (int c = 0; c < args.dim; ++c) {
+      score = fmaf(ptx::unpack<kBFloat16>(q[c]), ptx::unpack<kBFloat16>(k[j * args.k_stride[2] + c]), score);
+    }
+    sum += ptx::exp2_fast(fminf(ptx::subtract(score * args.scale, lse), 0.f) * kLog2e);
+  }
+  for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+  return sum > 0.f ? log2f(sum) : 0.f;
+}
+
 }  // namespace
 
 template <bool kBFloat16>
@@ -86,17 +104,23 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
       }
     }
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
-    if (lane % lanes == 0) {
-      const float lse = inside ? args.lse[rows_before + row] : -kInfinity;
-      const bool high = fabsf(lse) > kBwdCoarse && lse != -kInfinity;
-      coarse = coarse || high;
+    const bool first_lane = lane % lanes == 0;
+    float lse = -kInfinity;
+    if (first_lane && inside) lse = args.lse[rows_before + row];
+    const bool high = fabsf(lse) > kBwdCoarse && lse != -kInfinity;
+    if (first_lane) {
       if (inside && args.grad_lse) sum -= args.grad_lse[rows_before + row];
-      stats[r] = lse == -kInfinity ? kInfinity : high ? 0.f : lse * 1.4426950408889634f;
+      if (!high) stats[r] = lse == -kInfinity ? kInfinity : lse * kLog2e;
       stats[args.block_m + r] = lse == -kInfinity ? 0.f : sum;
       stats[2 * args.block_m + r] = high ? lse : 0.f;
     }
+    for (uint32_t rows = __ballot_sync(0xffffffffu, high); rows != 0; rows &= rows - 1) {
+      const int source = __ffs(int(rows)) - 1, its_row = __shfl_sync(0xffffffffu, row, source);
+      const float shift = restored_shift<kBFloat16>(args, at, its_row, __shfl_sync(0xffffffffu, lse, source), lane);
+      if (lane == source) stats[r] = shift;
+      coarse = true;
+    }
   }
-  coarse = __any_sync(0xffffffffu, coarse);
   float* tail = stats + kBwdStats * args.block_m;
   if (lane == 0) tail[warp] = coarse ? 1.f : 0.f;
   if (threadIdx.x < kBwdStatsTail - kBwdFlags) reinterpret_cast<int*>(tail)[kBwdFlags + threadIdx.x] = threadIdx.x == 0 ? at.m : 0;
