@@ -10,9 +10,9 @@ namespace flashsdpa {
 //   delta  rowsum(out * grad_out) - grad_lse
 //   high   0; or, where |lse| > kBwdCoarse, lse itself, taken off the scaled score before anything else; `shift` is then
 //          the logarithm of the sum of what is left
-// then four floats, one of which is not 0 if any `high` is not, the block's number, and padding to 16 bytes.
+// then four floats, one of which is not 0 if any `high` is not.
 constexpr float kBwdCoarse = 4096.f;
-constexpr int kBwdStats = 3, kBwdFlags = 4, kBwdStatsTail = 8;
+constexpr int kBwdStats = 3, kBwdFlags = 4;
 
 // dQ is summed in pieces of 64 x 64 floats (the last of a row of pieces may be narrower), each in the order of a wgmma
 // accumulator: four registers of all threads of a warpgroup, then the next four. Pieces of one query block follow
@@ -24,7 +24,7 @@ struct BwdArgs {
   CUtensorMap map_q, map_grad_out;            // boxes of 64 columns and kBlockM rows
   CUtensorMap map_k, map_v, map_dk, map_dv;   // kBlockN rows
   FwdTensor q, k, v, grad_out, dk, dv;        // grad_out goes by TMA always
-  const float* stats;    // (batch, heads_q, blocks_m, bwd_stats_floats())
+  const float* stats;    // (batch, heads_q, blocks_m, kBwdStats * kBlockM + kBwdFlags)
   float* dq;             // (batch, heads_q, blocks_m, kBlockM * kDim), see above; zero at the start
   uint32_t* turns;       // (batch, heads_q, blocks_m, consumers), 0 at the start: whose turn it is to add to dq; null: any
   uint32_t* counter;     // tiles taken, 0 at the start

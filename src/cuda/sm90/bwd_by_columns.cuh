@@ -29,7 +29,6 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
   Ring<Tile::kStages> q_ring;
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
-  uint32_t kv_phase = 0;
 
   const auto free_stage = [&](uint32_t barrier) {
     fwd_delay(FwdPoint::kFree);
@@ -87,15 +86,12 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       continue;
     }
     const int first_key = work.row + key;
-    // Query blocks before `plain_from` and from `plain_until` on hold queries that do not see all keys here.
-    const bool all_plain = args.sign == 1.f && first_key + kKeys <= args.seq_k;
-    const int plain_from = all_plain ? (max(first_key + kKeys - 1 - args.band_hi, 0) + kBlockM - 1) / kBlockM : args.blocks_m;
-    const int plain_until = max(first_key - args.band_lo + 1, 0) / kBlockM;
 
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
-    const auto mask = [&](int m, const BwdStats<kBlockM>& stats) {
+    const auto mask = [&](uint32_t visit, const BwdStats<kBlockM>& stats) {
       const bool coarse = stats.coarse(lane);
-      if (m >= plain_from && m < plain_until && !coarse) return;
+      if (visit % 2 == 0 && !coarse) return;
+      const int m = int(visit / 2);
       if (args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
@@ -124,9 +120,9 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     for (auto& box : dv) {
       for (float& value : box) value = 0.f;
     }
+    const uint32_t kv_phase = bwd_kv_phase(shared, tile_ring);
     ptx::mbarrier_wait(shared.full_k(), kv_phase);
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
-    kv_phase ^= 1;
 
 #pragma unroll 1
     for (BwdVisit at(work, args.group); at.left > 0; at.advance()) {
@@ -141,7 +137,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       const BwdStats<kBlockM> stats{shared.stats(q_ring.stage())};
-      mask(at.m, stats);
+      mask(bwd_visit(shared, q_ring.stage()), stats);
       const float shift[2] = {ptx::load_shared_float(stats.shift(lane_row)), ptx::load_shared_float(stats.shift(lane_row + 8))};
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], args.scale_log2, -shift[score_row(i)]));

@@ -15,21 +15,21 @@ namespace flashsdpa {
 
 // kPieceColumns: of this consumer's piece of dQ.
 template <typename Tile, bool kBFloat16, int kPieceColumns>
-__device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int thread) {
+__device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<Tile>& shared, int key, int thread) {
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kConsumers = Tile::kConsumers;
   constexpr int kConsumerThreads = kConsumers * ptx::kWarpgroupThreads;
   // Pieces of dQ: of 64 queries each if the block has as many as consumers, else of 64 columns each.
   constexpr bool kPieceByQueries = kBlockM == kConsumers * kBwdPiece;
   static_assert(kPieceByQueries || kBlockM == kBwdPiece);
   const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
-  const int lane_column = 2 * (lane % 4), key = consumer * kConsumerRows;
-  const bool elected = consumer == 0 && thread == 0;
+  const int lane_column = 2 * (lane % 4);
+  const auto consumer = [&] { return key / kConsumerRows; };
+  const auto elected = [&] { return key + thread == 0; };
 
   float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], dp[kBlockM / 2], dq[kPieceColumns / 2];
   uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];
   Ring<2> ring;  // one block of queries: of Q, dO and dS, which go round together, and its phase is that of dQ
   Ring<kTileSlots> tile_ring;
-  uint32_t kv_phase = 0;
   static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
 
   const auto free_stage = [&](uint32_t barrier) {
@@ -69,10 +69,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     }
     ptx::wgmma_commit();
   };
-  // This consumer's piece of dQ, from the dS in turn of all keys.
-  const auto issue_piece = [&] {
-    const uint32_t shared_a = shared.scores(ring.stage()) + (kPieceByQueries ? consumer * Tile::kKeyBoxBytes : 0);
-    const uint32_t shared_b = shared.k() + (kPieceByQueries ? 0 : consumer * Tile::kKeyBoxBytes);
+  // This consumer's piece of dQ, from the dS of all keys.
+  const auto issue_piece = [&](const Ring<2>& at) {
+    const uint32_t shared_a = shared.scores(at.stage()) + (kPieceByQueries ? consumer() * Tile::kKeyBoxBytes : 0);
+    const uint32_t shared_b = shared.k() + (kPieceByQueries ? 0 : consumer() * Tile::kKeyBoxBytes);
     const uint64_t a = ptx::wgmma_operand(shared_a), b = ptx::wgmma_operand(shared_b);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
@@ -86,25 +86,20 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const FwdWork work = bwd_take_work(shared, tile_ring);
     if (work.end()) break;
     // The gradients of the tile before lie where dS and dQ go.
-    if (elected) ptx::tma_store_wait_read();
+    if (elected()) ptx::tma_store_wait_read();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     if (work.empty()) {
-      store_zero_gradients<Tile>(args, work, consumer * ptx::kWarpgroupThreads + thread);
+      store_zero_gradients<Tile>(args, work, consumer() * ptx::kWarpgroupThreads + thread);
       bwd_leave_work(shared, tile_ring, lane);
       continue;
     }
     const int first_key = work.row + key;
-    // Query blocks before `plain_from` and from `plain_until` on hold queries that do not see all keys here.
-    const bool all_plain = args.sign == 1.f && first_key + kConsumerRows <= args.seq_k;
-    const int plain_from =
-        all_plain ? (max(first_key + kConsumerRows - 1 - args.band_hi, 0) + kBlockM - 1) / kBlockM : args.blocks_m;
-    const int plain_until = max(first_key - args.band_lo + 1, 0) / kBlockM;
 
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
-    const auto mask = [&](const BwdStats<kBlockM>& stats) {
-      const int m = stats.block();
+    const auto mask = [&](uint32_t visit, const BwdStats<kBlockM>& stats) {
       const bool coarse = stats.coarse(lane);
-      if (m >= plain_from && m < plain_until && !coarse) return;
+      if (visit % 2 == 0 && !coarse) return;
+      const int m = int(visit / 2);
       if (args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
@@ -131,13 +126,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     for (float& value : dk) value = 0.f;
 #pragma unroll
     for (float& value : dv) value = 0.f;
+    ptx::wgmma_settle(dk);
+    ptx::wgmma_settle(dv);
+    const uint32_t kv_phase = bwd_kv_phase(shared, tile_ring);
     ptx::mbarrier_wait(shared.full_k(), kv_phase);
-    ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
-    fwd_delay(FwdPoint::kKeyThere);
-    ptx::wgmma_fence();
-    issue_scores();
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
-    kv_phase ^= 1;
 
     // P and dS of one block of queries, whose S is under way.
     const auto make_scores = [&] {
@@ -148,7 +141,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
-      mask(stats);
+      mask(bwd_visit(shared, ring.stage()), stats);
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 4) {
         float low, high;
@@ -173,73 +166,111 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         }
       }
     };
-    // What follows from them. With `more`, S of the next block is issued before this one's dQ is taken up.
-    const auto add_products = [&](auto more) {
-      constexpr bool kMore = decltype(more)::value;
-      // Of the two buffers this one is free: whoever has written the other has read this.
-      const uint32_t target = shared.scores(ring.stage());
+    // dS for all consumers.
+    const auto give_scores = [&] {
+      ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
+      fwd_delay(FwdPoint::kStore);
+      const int row = key + thread / ptx::kWarpLanes * 16 + lane % 16;
 #pragma unroll
       for (int j = 0; j < kBlockM / 16; ++j) {
-        ptx::stmatrix_x4(target + swizzled_offset<kBlockN>(key + thread / ptx::kWarpLanes * 16 + lane % 16, 2 * j + lane / 16),
-                         ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
+        ptx::stmatrix_x4(shared.scores(ring.stage()) + swizzled_offset<kBlockN>(row, 2 * j + lane / 16), ds[j][0], ds[j][1],
+                         ds[j][2], ds[j][3]);
       }
       ptx::fence_proxy_shared();
       __syncwarp();
       free_stage(shared.full_scores(ring.stage()));
-
-      ptx::wgmma_fence();
-      issue_sum(dv, p, shared.grad_out(ring.stage()));
-      issue_sum(dk, ds, shared.q(ring.stage()));
-      ptx::mbarrier_wait(shared.full_scores(ring.stage()), ring.phase());
-      ptx::wgmma_fence();
-      issue_piece();
-      ptx::wgmma_wait<1>();
-      free_stage(shared.empty_grad_out(ring.stage()));
-      free_stage(shared.empty_q(ring.stage()));
-      const uint32_t piece_phase = ring.count % 2;
-      ring.advance();
-      if constexpr (kMore) {
-        ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
-        fwd_delay(FwdPoint::kKeyThere);
-        ptx::wgmma_fence();
-        issue_scores();
-      }
-      ptx::wgmma_wait<kMore ? 1 : 0>();
-      ptx::wgmma_settle(dq);
-      ptx::mbarrier_wait(shared.empty_piece(consumer), piece_phase ^ 1);
+    };
+    const auto free_queries = [&](const Ring<2>& at) {
+      free_stage(shared.empty_grad_out(at.stage()));
+      free_stage(shared.empty_q(at.stage()));
+    };
+    // The piece of dQ that is ready, to the adder.
+    const auto give_piece = [&](const Ring<2>& at) {
+      free_stage(shared.empty_scores(at.stage()));
+      ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
 #pragma unroll
       for (int i = 0; i < kPieceColumns / 2; i += 4) {
-        ptx::store_shared_floats(shared.piece(consumer) + i / 4 * (ptx::kWarpgroupThreads * 16) + thread * 16, dq[i], dq[i + 1],
+        ptx::store_shared_floats(shared.piece(consumer()) + i / 4 * (ptx::kWarpgroupThreads * 16) + thread * 16, dq[i], dq[i + 1],
                                  dq[i + 2], dq[i + 3]);
       }
       ptx::fence_proxy_shared();
       __syncwarp();
-      free_stage(shared.full_piece(consumer));
+      free_stage(shared.full_piece(consumer()));
     };
 
-    make_scores();
-#pragma unroll 1
-    for (int left = (work.last - work.first) * args.group; left > 1; --left) {  // with nothing under way from turn to turn
-      add_products(std::true_type());
+    const auto begin_scores = [&] {
+      ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
+      fwd_delay(FwdPoint::kKeyThere);
+      ptx::wgmma_fence();
+      issue_scores();
+    };
+    const auto begin_piece = [&](const Ring<2>& at) {
+      ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());
+      ptx::wgmma_fence();
+      issue_piece(at);
+    };
+    const auto begin_sums = [&] {
+      ptx::wgmma_fence();
+      issue_sum(dv, p, shared.grad_out(ring.stage()));
+      issue_sum(dk, ds, shared.q(ring.stage()));
+    };
+    // From P and dS of one block of queries to those of the next. dQ of the block before goes with it, but for the first of a
+    // tile: by now the other consumers have long given their dS of it.
+    const auto advance = [&](auto is_first) {
+      constexpr bool kFirst = decltype(is_first)::value;
+      const Ring<2> before{ring.count - 1}, now = ring;
+      give_scores();
+      begin_sums();
+      if constexpr (!kFirst) begin_piece(before);
+      ptx::wgmma_wait<kFirst ? 0 : 1>();
+      free_queries(now);
+      ring.advance();
+      begin_scores();
+      if constexpr (!kFirst) {
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_settle(dq);
+        give_piece(before);
+      }
       make_scores();
+    };
+
+    begin_scores();
+    make_scores();
+    int left = (work.last - work.first) * args.group - 1;
+    if (left > 0) {
+      advance(std::true_type());
+#pragma unroll 1
+      while (--left > 0) advance(std::false_type());  // with nothing under way from turn to turn
+      const Ring<2> before{ring.count - 1};
+      begin_piece(before);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(dq);
+      give_piece(before);
     }
-    add_products(std::false_type());
+    give_scores();
+    begin_sums();
+    begin_piece(ring);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(dq);
+    free_queries(ring);
+    give_piece(ring);
+    ring.advance();
 
     free_stage(shared.empty_kv());
     ptx::wgmma_settle(dv);
     ptx::wgmma_settle(dk);
     // Once all consumers are done with dS, and the adders with dQ, dV and dK go there.
-    ptx::mbarrier_wait(shared.empty_piece(consumer), ring.count % 2 ^ 1);
+    ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
     stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
-    store_gradients(args, shared, bwd_take_work(shared, tile_ring), consumer * ptx::kWarpgroupThreads + thread);
+    store_gradients(args, shared, bwd_take_work(shared, tile_ring), consumer() * ptx::kWarpgroupThreads + thread);
     bwd_leave_work(shared, tile_ring, lane);
   }
-  if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
+  if (elected()) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }
 
 }  // namespace flashsdpa

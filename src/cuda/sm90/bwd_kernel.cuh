@@ -22,19 +22,18 @@ __global__ void __launch_bounds__((BwdTile<kDim, kDimV>::kThreads), 1) flashsdpa
   constexpr bool kBFloat16 = kType == DType::kBFloat16;
   extern __shared__ uint8_t memory[];
   const BwdShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};
-  // The same for all threads of a warp, and told so to the compiler.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / ptx::kWarpLanes, 0);
-  const int warpgroup = warp / kWarpsPerGroup;
+  // The same for all threads of a warp, and told so to the compiler; anew in each branch, as kept across them it spills.
+  const auto warp = [] { return int(__shfl_sync(0xffffffffu, threadIdx.x / ptx::kWarpLanes, 0)); };
   const int thread = threadIdx.x % ptx::kWarpgroupThreads;
   fwd_poison<Tile::kSharedBytes>(ptx::shared_address(memory));
   if (threadIdx.x == 0) bwd_init_barriers(shared);
   __syncthreads();
 
-  if (warpgroup == 0) {
+  if (warp() < kWarpsPerGroup) {
     ptx::registers_give<Tile::kProducerRegisters>();
     const int loader = thread - (ptx::kWarpgroupThreads - Tile::kLoaders);
     if (loader < 0) {
-      if (warp < Tile::kAdders) bwd_add_pieces(args, shared, warp, thread % ptx::kWarpLanes);
+      if (const int adder = warp(); adder < Tile::kAdders) bwd_add_pieces(args, shared, adder, thread % ptx::kWarpLanes);
     } else if (!(args.q.tma && args.k.tma && args.v.tma)) {
       bwd_load<Tile, false>(args, shared, loader);
     } else if (loader == 0) {
@@ -42,18 +41,18 @@ __global__ void __launch_bounds__((BwdTile<kDim, kDimV>::kThreads), 1) flashsdpa
     }
   } else {
     ptx::registers_take<Tile::kConsumerRegisters>();
-    const int consumer = warpgroup - 1;
+    const int consumer = warp() / kWarpsPerGroup - 1;
     if constexpr (!Tile::kByKeys) {
       bwd_consume_by_columns<Tile, kBFloat16>(args, shared, consumer, thread);
     } else if constexpr (kDim == 96) {
       // Its second box is half used, and a width is known at compile time.
       if (consumer == 0) {
-        bwd_consume_by_keys<Tile, kBFloat16, kBwdPiece>(args, shared, consumer, thread);
+        bwd_consume_by_keys<Tile, kBFloat16, kBwdPiece>(args, shared, consumer * kConsumerRows, thread);
       } else {
-        bwd_consume_by_keys<Tile, kBFloat16, kBwdPiece / 2>(args, shared, consumer, thread);
+        bwd_consume_by_keys<Tile, kBFloat16, kBwdPiece / 2>(args, shared, consumer * kConsumerRows, thread);
       }
     } else {
-      bwd_consume_by_keys<Tile, kBFloat16, kBwdPiece>(args, shared, consumer, thread);
+      bwd_consume_by_keys<Tile, kBFloat16, kBwdPiece>(args, shared, consumer * kConsumerRows, thread);
     }
   }
 }

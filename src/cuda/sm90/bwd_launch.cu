@@ -54,7 +54,7 @@ struct BwdScratch {
     blocks = blocks_m * p.batch * p.heads_q;
     if (!reads_grad_out_in_place(b)) copy_columns = ceil_div(p.dim_v, 8) * 8;  // rows of a multiple of 16 bytes
     counter = take(kWord);
-    stats = take(blocks * (kBwdStats * instance.block_m + kBwdStatsTail) * kWord);
+    stats = take(blocks * (kBwdStats * instance.block_m + kBwdFlags) * kWord);
     dq = take(blocks * instance.block_m * instance.dim * kWord);
     turns = take(b.deterministic ? blocks * instance.consumers * kWord : 0);
     grad_out = take(p.batch * p.heads_q * p.seq_q * copy_columns * 2);

@@ -24,6 +24,7 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
       work = bwd_work<Tile>(args, next);
       fwd_put_work(shared.tile(tile_ring.stage()), work);
+      ptx::store_shared_4(shared.tile(tile_ring.stage()) + kKvPhaseOffset, kv_phase);
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
     if constexpr (!kAlone) {
@@ -41,6 +42,7 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
     const auto load_q = [&] {
       const int stage = q_ring.stage();
       ptx::mbarrier_wait(shared.empty_q(stage), q_ring.phase() ^ 1);
+      if (kAlone || loader == 0) ptx::store_shared_4(shared.visit(stage), bwd_visit_word<Tile>(args, work, at.m));
       load_tile<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders>(
           shared.q(stage), shared.full_q(stage), args.q, &args.map_q, {at.m * Tile::kBlockM, at.head, work.batch}, loader,
           Tile::kStatsBytes);

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   const RowsPlace at(args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
-  float* stats = args.stats + blockIdx.x * int64_t(kBwdStats * args.block_m + kBwdStatsTail);
+  float* stats = args.stats + blockIdx.x * int64_t(kBwdStats * args.block_m + kBwdFlags);
 
   // As many lanes for a row as it has vectors, a power of two.
   int lanes = 1;
@@ -121,9 +121,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
       coarse = true;
     }
   }
-  float* tail = stats + kBwdStats * args.block_m;
-  if (lane == 0) tail[warp] = coarse ? 1.f : 0.f;
-  if (threadIdx.x < kBwdStatsTail - kBwdFlags) reinterpret_cast<int*>(tail)[kBwdFlags + threadIdx.x] = threadIdx.x == 0 ? at.m : 0;
+  if (lane == 0) stats[kBwdStats * args.block_m + warp] = coarse ? 1.f : 0.f;
 
   FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + blockIdx.x * int64_t(args.dq_floats));
   for (int i = int(threadIdx.x); i < args.dq_floats / 4; i += kThreads) dq[i] = FourFloats{};

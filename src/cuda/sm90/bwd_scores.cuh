@@ -19,10 +19,6 @@ struct BwdStats {
   __device__ bool coarse(int lane) const {
     return __any_sync(0xffffffffu, ptx::load_shared_float(base + 4 * (kBwdStats * kBlockM + lane % kBwdFlags)) != 0.f);
   }
-  // The block's number, told to the compiler to be the same for the warp.
-  __device__ int block() const {
-    return __shfl_sync(0xffffffffu, int(ptx::load_shared_4(base + 4 * (kBwdStats * kBlockM + kBwdFlags))), 0);
-  }
 };
 
 // A score of a row with `high`, so that scaled, less the row's shift, it is what it should be. The scaled score is

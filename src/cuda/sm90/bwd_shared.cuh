@@ -22,6 +22,7 @@ struct BwdShared {
   __device__ uint32_t scores(int buffer) const { return base + Tile::kScoreOffset + buffer * Tile::kScoreBytes; }
   __device__ uint32_t piece(int consumer) const { return base + Tile::kPieceOffset + consumer * Tile::kPieceBytes; }
   __device__ uint32_t stats(int stage) const { return base + Tile::kStatsOffset + stage * Tile::kStatsBytes; }
+  __device__ uint32_t visit(int stage) const { return base + Tile::kVisitOffset + 8 * stage; }
   __device__ uint32_t dk() const { return base + Tile::kDkOffset; }
   __device__ uint32_t dv() const { return base + Tile::kDvOffset; }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
@@ -34,14 +35,15 @@ struct BwdShared {
   __device__ uint32_t full_grad_out(int stage) const { return barrier(kGradOut + stage); }
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
-  __device__ uint32_t full_piece(int consumer) const { return barrier(kScores + 2 + consumer); }
-  __device__ uint32_t empty_piece(int consumer) const { return barrier(kScores + 2 + Tile::kAdders + consumer); }
+  __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
+  __device__ uint32_t full_piece(int consumer) const { return barrier(kScores + 4 + consumer); }
+  __device__ uint32_t empty_piece(int consumer) const { return barrier(kScores + 4 + Tile::kAdders + consumer); }
   __device__ uint32_t full_tile(int slot) const { return barrier(kTiles + slot); }
   __device__ uint32_t empty_tile(int slot) const { return barrier(kTiles + kTileSlots + slot); }
 
  private:
   static constexpr int kGradOut = 3 + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
-  static constexpr int kTiles = kScores + 2 + 2 * Tile::kAdders;
+  static constexpr int kTiles = kScores + 4 + 2 * Tile::kAdders;
   static_assert(kTiles + 2 * kTileSlots == Tile::kBarriers);
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
@@ -60,7 +62,10 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.full_grad_out(s), 1);
     ptx::mbarrier_init(shared.empty_grad_out(s), kConsumerWarps);
   }
-  for (int b = 0; b < 2; ++b) ptx::mbarrier_init(shared.full_scores(b), kConsumerWarps);
+  for (int b = 0; b < 2; ++b) {
+    ptx::mbarrier_init(shared.full_scores(b), kConsumerWarps);
+    ptx::mbarrier_init(shared.empty_scores(b), kConsumerWarps);
+  }
   for (int a = 0; a < Tile::kAdders; ++a) {
     ptx::mbarrier_init(shared.full_piece(a), kWarpsPerGroup);
     ptx::mbarrier_init(shared.empty_piece(a), 1);
@@ -96,6 +101,12 @@ __device__ inline FwdWork bwd_take_work(const BwdShared<Tile>& shared, const Rin
   ptx::mbarrier_wait(shared.full_tile(ring.stage()), ring.phase());
   return fwd_get_work(shared.tile(ring.stage()));
 }
+// Behind it, the phase of the barriers of K and V, which consumers need not keep then.
+constexpr int kKvPhaseOffset = 20;
+template <typename Tile>
+__device__ inline uint32_t bwd_kv_phase(const BwdShared<Tile>& shared, const Ring<kTileSlots>& ring) {
+  return ptx::load_shared_4(shared.tile(ring.stage()) + kKvPhaseOffset);
+}
 template <typename Tile>
 __device__ inline void bwd_leave_work(const BwdShared<Tile>& shared, Ring<kTileSlots>& ring, int lane) {
   __syncwarp();
@@ -113,6 +124,22 @@ struct BwdVisit {
     if (++m == last) m = first, ++head;
   }
 };
+
+// What the loader tells the consumers of a stage of Q: the block's number, and whether there are scores in it that do not
+// take part, or scores to be multiplied by the sign.
+template <typename Tile>
+__device__ inline uint32_t bwd_visit_word(const BwdArgs& args, const FwdWork& work, int m) {
+  const int first_query = m * Tile::kBlockM, last_query = first_query + Tile::kBlockM - 1;
+  const int last_key = work.row + Tile::kBlockN - 1;
+  const bool plain = args.sign == 1.f && last_key < args.seq_k && last_key <= first_query + args.band_hi &&
+                     work.row >= last_query + args.band_lo;
+  return uint32_t(m) << 1 | uint32_t(!plain);
+}
+// By whole warps; told to the compiler to be the same for all lanes.
+template <typename Tile>
+__device__ inline uint32_t bwd_visit(const BwdShared<Tile>& shared, int stage) {
+  return __shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(stage)), 0);
+}
 
 // Query block m of one head, counted through all heads and batches.
 __device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, const BwdVisit& at) {

@@ -67,9 +67,10 @@ struct BwdTile {
   static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
   static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
   static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);
-  static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdStatsTail, kStatsBytes = kStatsFloats * int(sizeof(float));
-  static constexpr int kBarrierOffset = kStatsOffset + kStages * kStatsBytes;
-  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 2 + 2 * kAdders + 2 * kTileSlots;
+  static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdFlags, kStatsBytes = kStatsFloats * int(sizeof(float));
+  static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;  // a word for each stage: see bwd_visit_word
+  static constexpr int kBarrierOffset = kVisitOffset + kStages * 8;
+  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 2 * kAdders + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);
