@@ -189,10 +189,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       free_stage(shared.empty_scores(at.stage()));
       ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
+      const uint32_t target = shared.piece(consumer()) + thread * 16;
 #pragma unroll
       for (int i = 0; i < kPieceColumns / 2; i += 4) {
-        ptx::store_shared_floats(shared.piece(consumer()) + i / 4 * (ptx::kWarpgroupThreads * 16) + thread * 16, dq[i], dq[i + 1],
-                                 dq[i + 2], dq[i + 3]);
+        ptx::store_shared_floats(target + i * (ptx::kWarpgroupThreads * 4), dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
       }
       ptx::fence_proxy_shared();
       __syncwarp();

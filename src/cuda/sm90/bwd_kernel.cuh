@@ -17,7 +17,8 @@
 namespace flashsdpa {
 
 template <DType kType, int kDim, int kDimV>
-__global__ void __launch_bounds__((BwdTile<kDim, kDimV>::kThreads), 1) flashsdpa_bwd_sm90(const __grid_constant__ BwdArgs args) {
+__global__ void __launch_bounds__((BwdTile<kDim, kDimV>::kThreads), 1)
+    flashsdpa_bwd_sm90(const __grid_constant__ BwdArgs args) {
   using Tile = BwdTile<kDim, kDimV>;
   constexpr bool kBFloat16 = kType == DType::kBFloat16;
   extern __shared__ uint8_t memory[];
