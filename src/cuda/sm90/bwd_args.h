@@ -29,7 +29,7 @@ struct BwdArgs {
   uint32_t* turns;       // (batch, heads_q, blocks_m, consumers), 0 at the start: whose turn it is to add to dq; null: any
   uint32_t* counter;     // tiles taken, 0 at the start
   FwdOrder order;        // of key blocks and heads of k
-  bool mirrored;         // the order counts key blocks from the last
+  uint32_t rising_from;  // heads of k, counted through batches: from here on first keys come first, before, last keys
   int32_t heads_q, heads_kv, group;  // group: query heads that share a head of k and v
   int32_t seq_q, seq_k, blocks_m;
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits

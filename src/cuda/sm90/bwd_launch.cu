@@ -62,8 +62,6 @@ struct BwdScratch {
   }
 };
 
-// Without a fixed order of additions the first keys come first, whose tiles are the longest under causal; with one, the
-// last (see bwd_turn).
 FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   const Problem& p = b.problem;
   const int64_t heads = p.batch * p.heads_kv, group = p.heads_q / p.heads_kv;
@@ -76,6 +74,13 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
       p.band.open() ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
   order.tiles = order.blocks_m * order.heads;
   return order;
+}
+
+// In a fixed order of additions the last keys come first (see bwd_turn), under causal the shortest tiles. But not in the
+// last heads, as many as give every processor two tiles: what is left for the end should be short.
+uint32_t falling_heads(const FwdOrder& order, int processors) {
+  const auto last = static_cast<uint32_t>(ceil_div(2 * processors, order.blocks_m));
+  return order.heads - std::min(order.heads, last);
 }
 
 const char* encode_all(const BackwardParams& b, const BwdInstance& instance, BwdArgs* args) {
@@ -134,7 +139,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.turns = b.deterministic ? reinterpret_cast<uint32_t*>(at(scratch.turns)) : nullptr;
   args.counter = reinterpret_cast<uint32_t*>(at(scratch.counter));
   args.order = order;
-  args.mirrored = !b.deterministic;
+  args.rising_from = b.deterministic ? falling_heads(order, device.processors) : 0;
   args.heads_q = heads_q;
   args.heads_kv = static_cast<int32_t>(p.heads_kv);
   args.group = static_cast<int32_t>(p.heads_q / p.heads_kv);

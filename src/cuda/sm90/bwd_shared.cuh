@@ -84,7 +84,8 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   if (tile >= args.order.tiles) return {-1, 0, 0, 0, 0};
   const TilePlace place = place_of(args.order, tile);
   FwdWork work;
-  work.row = int(args.mirrored ? args.order.blocks_m - 1 - place.block : place.block) * Tile::kBlockN;
+  const bool rising = place.head >= args.rising_from;
+  work.row = int(rising ? args.order.blocks_m - 1 - place.block : place.block) * Tile::kBlockN;
   work.batch = int(place.head / args.heads_kv);
   work.head = int(place.head % args.heads_kv);
   const int end_key = min(work.row + Tile::kBlockN, args.seq_k);
@@ -146,11 +147,16 @@ __device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, co
   return (int64_t(work.batch) * args.heads_q + at.head) * args.blocks_m + at.m;
 }
 
-// In a fixed order of additions to dQ, that of falling keys: how many key blocks add to query block m before this one.
-// Tiles are handed out in this order too, so what a tile waits for is never behind it; and where the band moves with
-// the queries, as causal does, the block before is at query block m just one step earlier.
+// In a fixed order of additions to dQ, how many key blocks add to query block m before this one. It is the order in which
+// the head's tiles are handed out, so what a tile waits for is never behind it. With falling keys, and a band that moves
+// with the queries, as causal does, the block before is at query block m just one step earlier; with rising keys a tile
+// has to start one step after the one before.
 template <typename Tile>
 __device__ inline uint32_t bwd_turn(const BwdArgs& args, const FwdWork& work, int m) {
+  if (uint32_t(work.batch * args.heads_kv + work.head) >= args.rising_from) {
+    const int lowest = max(m * Tile::kBlockM + args.band_lo, 0);  // the first key that a query here sees
+    return uint32_t(work.row / Tile::kBlockN - lowest / Tile::kBlockN);
+  }
   const int end_query = min((m + 1) * Tile::kBlockM, args.seq_q);
   const int highest = min(end_query + args.band_hi, args.seq_k) - 1;  // the last key that a query here sees
   return uint32_t(highest / Tile::kBlockN - work.row / Tile::kBlockN);
