@@ -208,7 +208,7 @@ def test_rows_and_sides_without_anything():
 def test_deterministic(dim, by_mode):
     """The same bits, whichever block comes first: another stream keeps processors busy."""
     noise, other = torch.randn(4096, 4096, dtype=torch.bfloat16), torch.cuda.Stream()
-    torch.use_deterministic_algorithms(by_mode)
+    torch.use_deterministic_algorithms(by_mode, warn_only=True)  # the oracle's matrix products only warn
     try:
         for is_causal, seq in itertools.product((False, True), (333, 2048)):
             q, grad_out = normal("fixed q", 2, 8, seq, dim), normal("fixed g", 2, 8, seq, dim)
