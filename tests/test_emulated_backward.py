@@ -149,11 +149,11 @@ def test_counting(attention, dim):
             check_counting(1, 2, 1, seq_q, seq_k, dim, dtype, call=call, forward=attention)
 
 
-@pytest.mark.parametrize("magnitude", (1e2, 133120.0, 1e18))
+@pytest.mark.parametrize("magnitude", (16.0, 1e2, 133120.0, 1e18))
 @pytest.mark.parametrize("sign", (1, -1))
 def test_equal_scores_of_any_magnitude(attention, sign, magnitude):
     """Also where the log-sum-exp has lost the logarithm of the sum, and where a key that fills a block up would weigh more
-    than a float holds."""
+    than a float holds (16: scores of -2048)."""
     for dim, call in itertools.product((64, 192), (Call(), Call(is_causal=True, bottom_right=True))):
         x = inputs(Case("equal", 1, (2, 1), (70, 100), (dim, dim), torch.bfloat16))
         x.q, x.k = torch.full_like(x.q, sign * magnitude), torch.full_like(x.k, magnitude)
