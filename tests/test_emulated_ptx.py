@@ -34,7 +34,7 @@ def faulty(tmp_path_factory):
     return build(tmp_path_factory.mktemp("faulty"), ["tests/emulation/faulty.cu"], program=True)
 
 
-@pytest.mark.parametrize("number, text", enumerate(FAULTS))
+@pytest.mark.parametrize("number, text", list(enumerate(FAULTS)))
 def test_faults_are_named(faulty, number, text):
     answer = subprocess.run([faulty, str(number)], capture_output=True, text=True, timeout=60)
     said = answer.stdout.strip()

@@ -2,8 +2,6 @@
 // call here may read and write whatever memory it has been given the address of.
 #include "machine.h"
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -11,6 +9,31 @@
 
 #include "device.h"
 #include "tensor_cores.h"
+
+// Leaves this stack and continues on another, which was left the same way. (swapcontext does more: two system calls.)
+extern "C" void switch_stack(void** left, void* next);
+asm(R"(
+.text
+.globl switch_stack
+.type switch_stack, @function
+switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size switch_stack, .-switch_stack
+)");
 
 // What kernels declare as their dynamic shared memory. Never touched: they use addresses.
 uint8_t memory[16];
@@ -25,7 +48,7 @@ constexpr size_t kStackBytes = 128 * 1024;
 constexpr uint32_t kSharedLimit = 227 * 1024;
 
 struct Fiber {
-  ucontext_t context;
+  void* top = nullptr;  // of its stack, where the registers that a call preserves are kept while it does not run
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
 };
 
@@ -38,15 +61,17 @@ struct Machine {
   std::vector<std::unique_ptr<Fiber>> idle;
   const std::function<void()>* kernel = nullptr;
   Thread* running = nullptr;
-  ucontext_t scheduler;
+  void* scheduler = nullptr;  // the top of its stack while a fiber runs
   std::string failure;
 };
 Machine machine;
 
+void leave_fiber() { switch_stack(&static_cast<Fiber*>(machine.running->fiber)->top, machine.scheduler); }
+
 void fiber_main() {
   (*machine.kernel)();
   machine.running->done = true;
-  swapcontext(&static_cast<Fiber*>(machine.running->fiber)->context, &machine.scheduler);
+  leave_fiber();
 }
 
 std::string where(const Thread& thread) {
@@ -58,7 +83,7 @@ void run(Thread& thread) {
   threadIdx = {static_cast<uint32_t>(thread.index), 0, 0};
   blockIdx = thread.block->index;
   thread.ready = nullptr;
-  swapcontext(&machine.scheduler, &static_cast<Fiber*>(thread.fiber)->context);
+  switch_stack(&machine.scheduler, static_cast<Fiber*>(thread.fiber)->top);
   machine.running = nullptr;
 }
 
@@ -77,10 +102,12 @@ std::unique_ptr<Block> start_block(Index index, uint32_t threads, uint32_t share
     if (machine.idle.empty()) machine.idle.push_back(std::make_unique<Fiber>());
     Fiber* fiber = machine.idle.back().release();
     machine.idle.pop_back();
-    getcontext(&fiber->context);
-    fiber->context.uc_stack = {fiber->stack.get(), 0, kStackBytes};
-    fiber->context.uc_link = nullptr;
-    makecontext(&fiber->context, fiber_main, 0);
+    // As if fiber_main had been called, its return address missing, and had been left at once: six registers, its address.
+    auto* top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(fiber->stack.get() + kStackBytes) & ~uintptr_t{63});
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(&fiber_main);
+    fiber->top = top - 6;
+    std::fill_n(static_cast<void**>(fiber->top), 6, nullptr);
     thread.block = block.get();
     thread.index = static_cast<int>(t);
     thread.fiber = fiber;
@@ -169,7 +196,7 @@ bool finished(const Block& block) {
 
 void fail(const std::string& what) {
   machine.failure = (machine.running ? where(*machine.running) + ": " : std::string()) + what;
-  if (machine.running) swapcontext(&static_cast<Fiber*>(machine.running->fiber)->context, &machine.scheduler);
+  if (machine.running) leave_fiber();
   throw std::runtime_error(machine.failure);  // in the copy engine or the tensor cores, which have no thread
 }
 
@@ -188,7 +215,7 @@ void suspend(bool (*ready)(void*), void* argument, const char* what, uint64_t nu
   thread.ready_argument = argument;
   thread.waits_for = what;
   thread.waits_for_number = number;
-  swapcontext(&static_cast<Fiber*>(thread.fiber)->context, &machine.scheduler);
+  leave_fiber();
 }
 
 void yield() {
