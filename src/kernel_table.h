@@ -54,7 +54,7 @@ struct KernelEntry {
   const char* (*launch)(const void* params, const Launch& launch);
   // Null where the entry says it all. Reads no memory of the tensors: data may be any address of their alignment.
   void (*describe)(const void* params, KernelDetail* detail) = nullptr;
-  // Bytes of params.scratch on the current device; null: none. Depends on params.problem alone.
+  // Bytes of params.scratch on the current device, of params that hold all but it; null: none.
   int64_t (*scratch_bytes)(const void* params) = nullptr;
 };
 

@@ -234,7 +234,7 @@ def inputs(case, device="cpu"):
         v = LAYOUTS[case.layout[2]](normal(case.batch, heads_kv, seq_k, dim_v))
     mask = make_mask(case.mask, str(case), (case.batch, heads_q, seq_q, seq_k), case.dtype) if case.mask else None
     grad_out = GRAD_LAYOUTS[case.grad](normal(case.batch, heads_q, seq_q, dim_v)) if case.grad else None
-    grad_lse = torch.randn(case.batch, heads_q, seq_q, generator=g) if case.grad and case.lse_grad else None
+    grad_lse = torch.randn(case.batch, heads_q, seq_q, generator=g, device="cpu").to(device) if case.grad and case.lse_grad else None
     if grad_lse is not None and case.dtype == torch.float64:
         grad_lse = grad_lse.double()
     return Inputs(q, k, v, mask, case.mask_grad, case.planned and mask is not None, grad_out, grad_lse)

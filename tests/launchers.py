@@ -15,6 +15,13 @@ def _strides(t):
     return [0 if size == 1 else step for size, step in zip(t.shape, t.stride())]
 
 
+def band_of(is_causal, bottom_right, window_left, window_right, seq_q, seq_k):
+    """(lo, hi) of params.h for the arguments of the op."""
+    offset = seq_k - seq_q if bottom_right else 0
+    high = [offset + window_right] * (window_right >= 0) + [offset] * is_causal
+    return (offset - window_left if window_left >= 0 else -OPEN), min(high, default=OPEN)
+
+
 class Launchers:
     """Calls a library that holds the shims; raises RuntimeError with the text of a launcher that refuses."""
 
@@ -58,3 +65,28 @@ class Launchers:
         error = call(mask.data_ptr(), DTYPES.index(mask.dtype), sizes, strides, plan.data_ptr(), stream)
         if error is not None:
             raise RuntimeError(error.decode())
+
+    def backward(self, grad_out, q, k, v, out, lse, dq, dk, dv, grad_lse=None, band=(-OPEN, OPEN), scale=None,
+                 deterministic=False, stream=None):
+        """grad_out and out (B, Hq, Sq, Dv), lse and grad_lse (B, Hq, Sq) into dq, dk, dv. Returns the scratch memory used,
+        which starts as NaN."""
+        call = self.library.backward
+        call.restype = ctypes.c_char_p
+        call.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int, ctypes.c_double, ctypes.c_int] + [ctypes.c_void_p] * 3
+        tensors = (grad_out, q, k, v, out, dq, dk, dv)
+        strides = (ctypes.c_int64 * 32)(*(t.stride(axis) if t.size(3) > 1 or axis < 3 else 1 for t in tensors for axis in range(4)))
+        pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in tensors))
+        sizes = (ctypes.c_int64 * 7)(q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3))
+        limits, needed = (ctypes.c_int64 * 2)(*band), ctypes.c_int64(0)
+
+        def run(scratch):
+            error = call(pointers, strides, lse.data_ptr(), grad_lse.data_ptr() if grad_lse is not None else None, sizes,
+                         limits, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, deterministic,
+                         scratch, ctypes.byref(needed), stream)  # fmt: skip
+            if error is not None:
+                raise RuntimeError(error.decode())
+
+        run(None)
+        scratch = torch.full((needed.value // 4,), float("nan"), device=q.device)
+        run(scratch.data_ptr())
+        return scratch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import BANDS, Case, inputs
 from emulator import Emulator, build
-from launchers import MANY_QUERIES, OPEN
+from launchers import MANY_QUERIES, band_of
 from oracle import Call, Inputs, Result, check, check_counting, generator
 from reference_plan import reference_plan
 
@@ -23,12 +23,6 @@ DIMS = ((64, 64), (40, 64), (96, 96), (70, 33), (128, 128), (192, 128), (160, 19
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
     return Emulator(build(tmp_path_factory.mktemp("forward"), ["src/cuda/sm90/fwd_*.cu", "tests/gpu/forward_shim.cu"]))
-
-
-def band_of(is_causal, bottom_right, window_left, window_right, seq_q, seq_k):
-    offset = seq_k - seq_q if bottom_right else 0
-    high = [offset + window_right] * (window_right >= 0) + [offset] * is_causal
-    return (offset - window_left if window_left >= 0 else -OPEN), min(high, default=OPEN)
 
 
 @pytest.fixture

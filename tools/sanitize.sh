@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# compute-sanitizer over the CUDA forward: memcheck, racecheck and synccheck, on a handful of small calls. Needs a Hopper
+# compute-sanitizer over the CUDA forward and backward: memcheck, racecheck and synccheck, on a handful of small calls. Needs a Hopper
 # GPU, compute-sanitizer and a built package. One line for each tool; exit status 1 if one of them found anything.
 #
 #   tools/sanitize.sh [TOOL ...]      default: memcheck racecheck synccheck; SANITIZE_LIMIT: seconds for each (300)
@@ -36,11 +36,15 @@ def place(shape, offset):  # elements past the start of an allocation that ends 
 
 
 for (dim, seq_q, seq_k, offset), is_causal in itertools.product(SHAPES, (False, True)):
-    q, k, v = place((1, 2, seq_q, dim), offset), place((1, 1, seq_k, dim), offset), place((1, 1, seq_k, dim), offset)
-    out, _ = torch.ops.flashsdpa.forward(q, k, v, is_causal=is_causal)
-    wide = (t.cpu().float() for t in (q, k, v))
+    heads = (2, seq_q), (1, seq_k), (1, seq_k)
+    inputs = [place((1, *sizes, dim), offset).requires_grad_() for sizes in heads]
+    out, _ = torch.ops.flashsdpa.forward(*inputs, is_causal=is_causal, deterministic=is_causal)
+    grad_out = place(out.shape, 0)
+    grads = torch.autograd.grad(out, inputs, grad_out)
+    wide = [t.detach().cpu().float().requires_grad_() for t in inputs]
     want = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=is_causal, enable_gqa=True)
-    error = (out.cpu().float() - want).abs().max().item()
+    exact = [want, *torch.autograd.grad(want, wide, grad_out.cpu().float())]
+    error = max((a.cpu().float() - b).abs().max().item() / b.abs().max().item() for a, b in zip((out, *grads), exact))
     assert error < 0.05, f"D{dim} {seq_q}x{seq_k} offset {offset} is_causal {is_causal}: error {error}"
 print("calls done")
 PYTHON

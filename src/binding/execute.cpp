@@ -1,5 +1,6 @@
 #include "execute.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -292,6 +293,12 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     params.lse = l.const_data_ptr();
     if (want_inputs) params.dq = view<View>(dq), params.dk = view<View>(dk), params.dv = view<View>(dv);
     params.dmask = want_mask ? dmask.mutable_data_ptr() : nullptr;
+    params.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    at::DataPtr scratch;  // freed before the kernels have run, like the forward's counter
+    if (entry->scratch_bytes != nullptr) {
+      scratch = c10::GetAllocator(query.device().type())->allocate(entry->scratch_bytes(&params));
+      params.scratch = scratch.get();
+    }
     launch(*entry, query.device(), &params);
   }
 

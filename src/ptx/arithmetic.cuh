@@ -12,6 +12,13 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// a - b, where the compiler must not make it a multiply-add.
+__device__ inline float subtract(float a, float b) {
+  float difference;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+  return difference;
+}
+
 // Two floats as a pair of 16-bit elements, rounded to nearest even; `low` in the lower half.
 template <bool kBFloat16>
 __device__ inline uint32_t pack(float low, float high) {
@@ -27,9 +34,12 @@ __device__ inline uint32_t pack(float low, float high) {
 // A 16-bit element as a float.
 template <bool kBFloat16>
 __device__ inline float unpack(uint16_t element) {
-  if constexpr (kBFloat16) return __uint_as_float(uint32_t(element) << 16);
   float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(element));
+  if constexpr (kBFloat16) {
+    asm("mov.b32 %0, {0, %1};" : "=f"(value) : "h"(element));
+  } else {
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(element));
+  }
   return value;
 }
 

@@ -66,8 +66,26 @@ __device__ inline void tma_store(const CUtensorMap* map, uint32_t shared, Packed
 
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
+// `bytes`, a multiple of 16, from global to shared memory, both aligned to 16 bytes.
+__device__ inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Adds `bytes` of floats in shared memory to those in global memory, each by one atomic addition; a multiple of 16, both
+// aligned to 16 bytes. Committed and waited for like a store.
+__device__ inline void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+
 // Until all stores of this thread have read their shared memory, which may then be written again.
 __device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Until all stores of this thread are done, which makes what they wrote visible to it.
+__device__ inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ inline void tma_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -37,6 +37,16 @@ __device__ inline void stmatrix_x4(uint32_t shared, uint32_t r0, uint32_t r1, ui
                : "memory");
 }
 
+// The same registers, each tile stored transposed: row r of a tile in memory is its column r.
+__device__ inline void stmatrix_x4_transposed(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
+               : "memory");
+}
+
+__device__ inline void store_shared_floats(uint32_t shared, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
 __device__ inline void store_shared_16(uint32_t shared, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
@@ -51,6 +61,14 @@ __device__ inline uint32_t load_shared_4(uint32_t shared) {
   uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
   return x;
+}
+__device__ inline float load_shared_float(uint32_t shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared) : "memory");
+  return x;
+}
+__device__ inline void load_shared_floats(uint32_t shared, float& x, float& y) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");
 }
 
 __device__ inline uint2 load_shared_8(uint32_t shared) {

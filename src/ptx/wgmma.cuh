@@ -21,7 +21,8 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Registers are no memory, so a clobber does not keep the compiler from moving their use across the wait: this does.
+// Registers are no memory, so a clobber does not keep the compiler from moving their use across a wait, or what is put into
+// them across a fence: this does.
 template <int kCount>
 __device__ inline void wgmma_settle(float (&registers)[kCount]) {
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 //   ss   A and B in shared memory, both described as in wgmma.cuh
 //   rs   A in registers: those of an accumulator of the same rows, rounded and packed in pairs
-// kTransB: B is MN-major. `accumulate`: 0 takes D as zero. Elements are bfloat16 or float16, by kBFloat16.
+// kTransA, kTransB: A, B is MN-major. `accumulate`: 0 takes D as zero. Elements are bfloat16 or float16, by kBFloat16.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,101 @@ namespace flashsdpa::ptx {
 
 template <int kN>
 struct Wgmma;
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+template <>
+struct Wgmma<32> {
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
+  __device__ static void ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%16, %17, accumulate, 1, 1, %19, %20;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%16, %17, accumulate, 1, 1, %19, %20;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %21, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%16, %17, %18, %19}, %20, accumulate, 1, 1, %22;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %21, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%16, %17, %18, %19}, %20, accumulate, 1, 1, %22;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+template <>
+struct Wgmma<40> {
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
+  __device__ static void ss(float (&d)[20], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %22, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%20, %21, accumulate, 1, 1, %23, %24;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %22, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%20, %21, accumulate, 1, 1, %23, %24;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[20], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %25, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%20, %21, %22, %23}, %24, accumulate, 1, 1, %26;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %25, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%20, %21, %22, %23}, %24, accumulate, 1, 1, %26;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
 
 #define FLASHSDPA_D_TEXT \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
@@ -22,21 +117,21 @@ struct Wgmma;
   "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
 template <>
 struct Wgmma<64> {
-  template <bool kBFloat16, int kTransB>
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
   __device__ static void ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (kBFloat16) {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
-                   "%32, %33, accumulate, 1, 1, 0, %35;\n}"
+                   "%32, %33, accumulate, 1, 1, %35, %36;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     } else {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
-                   "%32, %33, accumulate, 1, 1, 0, %35;\n}"
+                   "%32, %33, accumulate, 1, 1, %35, %36;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     }
   }
@@ -64,6 +159,57 @@ struct Wgmma<64> {
 
 #define FLASHSDPA_D_TEXT \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39 "
+#define FLASHSDPA_D_OPERANDS \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+  "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), \
+  "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+  "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+  "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+template <>
+struct Wgmma<80> {
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
+  __device__ static void ss(float (&d)[40], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %42, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "%40, %41, accumulate, 1, 1, %43, %44;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %42, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "%40, %41, accumulate, 1, 1, %43, %44;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
+                   : "memory");
+    }
+  }
+  template <bool kBFloat16, int kTransB>
+  __device__ static void rs(float (&d)[40], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    if constexpr (kBFloat16) {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %45, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%40, %41, %42, %43}, %44, accumulate, 1, 1, %46;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %45, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
+                   "{%40, %41, %42, %43}, %44, accumulate, 1, 1, %46;\n}"
+                   : FLASHSDPA_D_OPERANDS
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "memory");
+    }
+  }
+};
+#undef FLASHSDPA_D_TEXT
+#undef FLASHSDPA_D_OPERANDS
+
+#define FLASHSDPA_D_TEXT \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
   "%46, %47 "
 #define FLASHSDPA_D_OPERANDS \
@@ -75,21 +221,21 @@ struct Wgmma<64> {
   "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
 template <>
 struct Wgmma<96> {
-  template <bool kBFloat16, int kTransB>
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
   __device__ static void ss(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (kBFloat16) {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %50, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
-                   "%48, %49, accumulate, 1, 1, 0, %51;\n}"
+                   "%48, %49, accumulate, 1, 1, %51, %52;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     } else {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %50, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
-                   "%48, %49, accumulate, 1, 1, 0, %51;\n}"
+                   "%48, %49, accumulate, 1, 1, %51, %52;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     }
   }
@@ -129,21 +275,21 @@ struct Wgmma<96> {
   "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
 template <>
 struct Wgmma<112> {
-  template <bool kBFloat16, int kTransB>
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
   __device__ static void ss(float (&d)[56], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (kBFloat16) {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %58, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
-                   "%56, %57, accumulate, 1, 1, 0, %59;\n}"
+                   "%56, %57, accumulate, 1, 1, %59, %60;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     } else {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %58, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
-                   "%56, %57, accumulate, 1, 1, 0, %59;\n}"
+                   "%56, %57, accumulate, 1, 1, %59, %60;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     }
   }
@@ -184,21 +330,21 @@ struct Wgmma<112> {
   "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
 template <>
 struct Wgmma<128> {
-  template <bool kBFloat16, int kTransB>
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
   __device__ static void ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (kBFloat16) {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
-                   "%64, %65, accumulate, 1, 1, 0, %67;\n}"
+                   "%64, %65, accumulate, 1, 1, %67, %68;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     } else {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
-                   "%64, %65, accumulate, 1, 1, 0, %67;\n}"
+                   "%64, %65, accumulate, 1, 1, %67, %68;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     }
   }
@@ -245,21 +391,21 @@ struct Wgmma<128> {
   "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
 template <>
 struct Wgmma<192> {
-  template <bool kBFloat16, int kTransB>
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
   __device__ static void ss(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (kBFloat16) {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %98, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
-                   "%96, %97, accumulate, 1, 1, 0, %99;\n}"
+                   "%96, %97, accumulate, 1, 1, %99, %100;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     } else {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %98, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
-                   "%96, %97, accumulate, 1, 1, 0, %99;\n}"
+                   "%96, %97, accumulate, 1, 1, %99, %100;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     }
   }
@@ -311,21 +457,21 @@ struct Wgmma<192> {
   "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 template <>
 struct Wgmma<256> {
-  template <bool kBFloat16, int kTransB>
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
   __device__ static void ss(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (kBFloat16) {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" FLASHSDPA_D_TEXT "}, "
-                   "%128, %129, accumulate, 1, 1, 0, %131;\n}"
+                   "%128, %129, accumulate, 1, 1, %131, %132;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     } else {
       asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" FLASHSDPA_D_TEXT "}, "
-                   "%128, %129, accumulate, 1, 1, 0, %131;\n}"
+                   "%128, %129, accumulate, 1, 1, %131, %132;\n}"
                    : FLASHSDPA_D_OPERANDS
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransB)
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)
                    : "memory");
     }
   }

@@ -112,10 +112,47 @@ void check_products() {
   });
 }
 
+template <int kN, bool kBFloat16>
+void check_sums() {
+  const std::string shape = " m64n" + std::to_string(kN) + (kBFloat16 ? " bfloat16" : " float16");
+  DeviceArray<float> out(std::vector<float>(kM * kN, -1.f));
+  const Integers a(kOutputK, kM, 5), b(kOutputK, kN, 6), b_rows(kN, kOutputK, 7);
+  const DeviceArray<uint16_t> a_data(a.encode(kBFloat16)), b_data(b.encode(kBFloat16)), rows_data(b_rows.encode(kBFloat16));
+  const CUtensorMap map_a = matrix_map(a_data, a, kOutputK, kBFloat16);
+  run(sums<kN, kBFloat16, 1>, map_a, matrix_map(b_data, b, kOutputK, kBFloat16), out.data);
+  check<float>("wgmma ss, A and B MN-major" + shape, out.read(), kN, [&](int row, int column) {
+    int sum = int(kBefore);
+    for (int i = 0; i < kOutputK; ++i) sum += a.at(i, row) * b.at(i, column);
+    return float(sum);
+  });
+  run(sums<kN, kBFloat16, 0>, map_a, matrix_map(rows_data, b_rows, kN, kBFloat16), out.data);
+  check<float>("wgmma ss, A MN-major" + shape, out.read(), kN, [&](int row, int column) {
+    int sum = int(kBefore);
+    for (int i = 0; i < kOutputK; ++i) sum += a.at(i, row) * b_rows.at(column, i);
+    return float(sum);
+  });
+}
+
 template <int... kWidths>
 void check_widths() {
   (check_products<kWidths, true>(), ...);
   (check_products<kWidths, false>(), ...);
+  (check_sums<kWidths, true>(), ...);
+  (check_sums<kWidths, false>(), ...);
+}
+
+void check_transpose() {
+  const DeviceArray<uint16_t> out(std::vector<uint16_t>(64 * 64));
+  run(transpose, out.data);
+  check<uint16_t>("stmatrix transposed", out.read(), 64, [](int row, int column) { return uint16_t(64 * row + column); });
+}
+
+void check_additions() {
+  std::vector<float> values(4 * kThreads);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = float(i + 1);
+  const DeviceArray<float> in(values), out(std::vector<float>(values.size(), 100.f));
+  run(add_floats, static_cast<const float*>(in.data), out.data);
+  check<float>("additions of floats, bulk and ordinary", out.read(), 1, [](int i, int) { return 101.f + 3 * float(i + 1); });
 }
 
 // (batch 2, heads 3, rows 100, columns 72), rows 80 elements apart: boxes of 64 end outside in both directions.
@@ -209,6 +246,8 @@ int main() {
   check_packed_store();
   check_copies();
   check_ring();
-  check_widths<64, 96, 112, 128, 192, 256>();
+  check_transpose();
+  check_additions();
+  check_widths<32, 40, 64, 80, 96, 112, 128, 192, 256>();
   return all_right ? 0 : 1;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../src/ptx/copy_async.cuh"
+#include "../../src/ptx/global.cuh"
 #include "../../src/ptx/mbarrier.cuh"
 #include "../../src/ptx/tma.cuh"
 #include "../../src/ptx/warpgroup.cuh"
@@ -132,6 +133,80 @@ __global__ void __launch_bounds__(kThreads)
   write_accumulators(d, out);
 }
 
+// 5 + A^T (64 x 96) B (96 x N): A MN-major in shared memory, and B too, or (kTransB 0) K-major, given as (N, 96).
+template <int kN, bool kBFloat16, int kTransB>
+__global__ void __launch_bounds__(kThreads)
+    sums(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, float* out) {
+  constexpr int kRowsB = kTransB ? kOutputK : kN, kBoxesB = ((kTransB ? kN : kOutputK) + 63) / 64;
+  const uint32_t a_tile = prepare(1), b_tile = a_tile + kOutputK * kRowBytes, barrier = barrier_at(0);
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(barrier, (kOutputK + kBoxesB * kRowsB) * kRowBytes);
+    load_boxes(a_tile, &map_a, 1, kOutputK, barrier);
+    load_boxes(b_tile, &map_b, kBoxesB, kRowsB, barrier);
+  }
+  __syncwarp();
+  mbarrier_wait(barrier, 0);
+  __syncwarp();
+  float d[kN / 2];
+#pragma unroll
+  for (float& x : d) x = kBefore;
+  const uint64_t a = wgmma_operand(a_tile), b = wgmma_operand(b_tile, kRowsB * kRowBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kOutputK / 16; ++step) {
+    const int further = kTransB ? step * 16 * kRowBytes : step / 4 * kRowsB * kRowBytes + step % 4 * 32;
+    Wgmma<kN>::template ss<kBFloat16, kTransB, 1>(d, wgmma_advance(a, step * 16 * kRowBytes), wgmma_advance(b, further), 1);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_settle(d);
+  write_accumulators(d, out);
+}
+
+// A box of 64 x 64 whose element (r, c) is 64 r + c, put together by stmatrix from its transpose.
+__global__ void __launch_bounds__(kThreads) transpose(uint16_t* out) {
+  const uint32_t tile = prepare(0);
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;  // rows of the fragment, columns of the tile
+  for (int j = 0; j < 4; ++j) {
+    uint32_t r[4];
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t low = (16 * j + t / 2 * 8 + lane % 4 * 2) * 64 + first + lane / 4 + t % 2 * 8;
+      r[t] = low | (low + 64) << 16;
+    }
+    const int row = 16 * j + lane / 16 * 8 + lane % 8, column = first + lane / 8 % 2 * 8;
+    stmatrix_x4_transposed(tile + swizzled(64, row, column), r[0], r[1], r[2], r[3]);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 64 * 64; i += kThreads) out[i] = load_shared_2(tile + swizzled(64, i / 64, i % 64));
+}
+
+// out += 2 * in + in + 1 of 512 floats: two bulk additions, one made of the bulk-loaded values, and ordinary ones.
+__global__ void __launch_bounds__(kThreads) add_floats(const float* in, float* out) {
+  const uint32_t tile = prepare(1), barrier = barrier_at(0);
+  const uint32_t bytes = 4 * 4 * kThreads;
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(barrier, bytes);
+    bulk_load(tile, in, bytes, barrier);
+  }
+  mbarrier_wait(barrier, 0);
+  const uint32_t mine = tile + 16 * threadIdx.x;
+  float x, y, z, w;
+  load_shared_floats(mine, x, y);
+  z = load_shared_float(mine + 8);
+  w = load_shared_float(mine + 12);
+  store_shared_floats(mine + bytes, 2 * x, 2 * y, 2 * z, 2 * w);
+  fence_proxy_shared();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    bulk_reduce_add(out, tile, bytes);
+    bulk_reduce_add(out, tile + bytes, bytes);
+    tma_store_commit();
+    tma_store_wait();
+  }
+  reduce_add_floats(out + 4 * threadIdx.x, 1, 1, 1, 1);
+}
+
+// The box of 64 x 64 at `at`, as it arrives.
 // The box of 64 x 64 at `at`, as it arrives. Origin: of a plain or of a packed map.
 template <typename Origin>
 __global__ void __launch_bounds__(kThreads)

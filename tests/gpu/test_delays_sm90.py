@@ -1,5 +1,5 @@
-"""The Hopper forward kernel with random pauses in all of its roles and NaN in its shared memory: an error that moves is a
-race. The kernel is compiled here with FLASHSDPA_TEST_DELAYS (src/cuda/sm90/fwd_delays.cuh), without torch."""
+"""The Hopper kernels, forward and backward, with random pauses in all of their roles and NaN in their shared memory: an error
+that moves is a race. They are compiled here with FLASHSDPA_TEST_DELAYS (src/cuda/sm90/fwd_delays.cuh), without torch."""
 
 import itertools
 import os
@@ -34,8 +34,8 @@ def nvcc(*arguments):
 
 
 def build(folder):
-    """The library of the CUDA forward alone, with delays; its path. All files at once, as many as there are processors."""
-    sources = [*sorted((ROOT / "src/cuda/sm90").glob("fwd_*.cu")), ROOT / "tests/gpu/forward_shim.cu"]
+    """The library of the CUDA kernels alone, with delays; its path. All files at once, as many as there are processors."""
+    sources = [*sorted((ROOT / "src/cuda/sm90").glob("[fb]wd_*.cu")), *sorted((ROOT / "tests/gpu").glob("*ward_shim.cu"))]
     options = ["--options-file", ROOT / "src/cuda/nvcc_options.txt", "-DFLASHSDPA_TEST_DELAYS", "-I", ROOT]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: nvcc(*options, "-c", source, "-o", folder / f"{source.stem}.o"), sources))
@@ -45,9 +45,12 @@ def build(folder):
 
 
 @pytest.fixture(scope="module")
-def delayed_forward(tmp_path_factory):
-    launchers = Launchers(build(tmp_path_factory.mktemp("delays")))
+def launchers(tmp_path_factory):
+    return Launchers(build(tmp_path_factory.mktemp("delays")))
 
+
+@pytest.fixture
+def delayed_forward(launchers):
     def forward(q, k, v, out, lse, counter, is_causal, way):
         band = (-OPEN, 0 if is_causal else OPEN)
         launchers.forward(q, k, v, out, lse, counter, band, stream=torch.cuda.current_stream().cuda_stream, way=way)
@@ -94,4 +97,39 @@ def test_delays(delayed_forward, dim, seq, is_causal, layout, way):
             within_tolerance(*first, q, k, v, is_causal)
         same = torch.equal(out, first[0]) and torch.equal(lse, first[1])
         assert same, f"run {turn} {'with' if counter_in_use is not None else 'without'} the counter differs"
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("is_causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
+@pytest.mark.parametrize("dim, seq, layout", [*itertools.product((64, 96, 128, 192, 256), (333,), ("tma",)), (128, 1500, "tma"),
+                                              (64, 333, "odd"), (256, 333, "odd")])  # fmt: skip
+def test_backward_delays(launchers, dim, seq, is_causal, layout, deterministic):
+    """dk and dv have one order of additions; dq too if it is fixed, and else moves by rounding alone."""
+    normal, dtype = generator(f"delays{dim}-{seq}"), DTYPES.get(dim, torch.bfloat16)
+    tensors = {name: place(torch.randn(BATCH, heads, seq, dim, generator=normal).to(dtype), name in ODD[layout])
+               for name, heads in (("q", HEADS), ("k", HEADS_KV), ("v", HEADS_KV), ("grad_out", HEADS))}  # fmt: skip
+    q, k, v, grad_out = tensors.values()
+    band, stream = (-OPEN, 0 if is_causal else OPEN), torch.cuda.current_stream().cuda_stream
+    out, lse = torch.empty_like(q), torch.empty(BATCH, HEADS, seq, device="cuda")
+    launchers.forward(q, k, v, out, lse, None, band, stream=stream)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    keep = torch.ones(seq, seq, dtype=torch.bool, device="cuda")
+    want_out, _, _ = attention64(*wide, None, (keep.tril() if is_causal else keep)[None, None], dim**-0.5)
+    want = torch.autograd.grad(want_out, wide, grad_out.double())
+    noise, busy = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda"), torch.cuda.Stream()
+    first = None
+    for turn in range(RUNS // 2):
+        grads = [place(torch.full_like(t, float("nan")), layout == "odd") for t in (q, k, v)]
+        if turn % 3 == 0:
+            with torch.cuda.stream(busy):
+                noise @ noise
+        launchers.backward(grad_out, q, k, v, out, lse, *grads, band=band, deterministic=deterministic, stream=stream)
+        if first is None:
+            first = grads
+            for grad, exact in zip(grads, want):
+                assert (grad.double() - exact).abs().max() < 0.02 * exact.abs().max()
+        for grad, before, exact in zip(grads, first, (deterministic, True, True)):
+            close = (grad.float() - before.float()).abs().max() <= 2**-7 * before.float().abs().max()
+            assert torch.equal(grad, before) if exact else close, f"run {turn} differs"
     torch.cuda.synchronize()

@@ -1,9 +1,9 @@
 // One head-dim class of the forward kernel, both dtypes: what each fwd_d*.cu instantiates.
 #pragma once
 
-#include "../common/status.h"
 #include "fwd_instances.h"
 #include "fwd_kernel.cuh"
+#include "shared_memory.h"
 
 namespace flashsdpa {
 
@@ -11,14 +11,8 @@ template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, bool kMas
 const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
   using Tile = FwdTile<kDim, kDimV, kConsumers, kFew, kMasked>;
   const auto kernel = flashsdpa_fwd_sm90<kType, kDim, kDimV, kConsumers, kFew, kMasked>;
-  static std::atomic<uint64_t> allowed{0};  // bit per device on which the kernel may take its shared memory
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (!(allowed.load(std::memory_order_relaxed) & bit)) {
-    const char* error = error_text(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes));
-    if (error) return error;
-    allowed.fetch_or(bit, std::memory_order_relaxed);
-  }
+  static SharedMemoryGrant grant;
+  if (const char* error = grant.ask(kernel, Tile::kSharedBytes, device)) return error;
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
   return error_text(cudaGetLastError());
 }

@@ -17,18 +17,9 @@
 #include "fwd_schedule.cuh"
 #include "fwd_softmax.cuh"
 #include "fwd_store.cuh"
+#include "ring.cuh"
 
 namespace flashsdpa {
-
-// Position in a ring of stages: how many have been used. One register, where stage and phase would take two.
-template <int kStages>
-struct Ring {
-  static_assert((kStages & (kStages - 1)) == 0, "the count wraps around");
-  uint32_t count = 0;
-  __device__ int stage() const { return count % kStages; }
-  __device__ uint32_t phase() const { return count / kStages % 2; }  // parity of the barrier phase in use
-  __device__ void advance() { ++count; }
-};
 
 // Addresses of everything in shared memory.
 template <typename Tile>
@@ -51,9 +42,6 @@ struct FwdShared {
   __device__ uint32_t values(int consumer) const { return base + Tile::kValuesOffset + consumer * Tile::kValuesBytes; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
-
-// Stages are freed by each warp for itself: its share of a product being done says nothing of the other warps' shares.
-constexpr int kWarpsPerGroup = ptx::kWarpgroupThreads / ptx::kWarpLanes;
 
 template <typename Tile>
 __device__ inline void fwd_init_barriers(const FwdShared<Tile>& shared) {

@@ -3,41 +3,15 @@
 #include <cmath>
 
 #include "../../mask_plan.h"
-#include "../../ptx/tensor_map.h"
 #include "../launchers.h"
 #include "fwd_plan.h"
+#include "tensors.h"
 
 namespace flashsdpa {
 namespace {
 
-constexpr int64_t kMaxDim = 256;
-constexpr int64_t kMaxLength = int64_t{1} << 29;      // so that a row plus a band limit fits 32 bits
 constexpr int64_t kCacheForKeys = 24 * 1024 * 1024;   // K and V of the heads in flight stay in half of the L2 cache
 constexpr int kUsualProcessors = 132;                 // of an H100 or H200, where there is none to ask
-
-struct TensorSizes {
-  int64_t batch, heads, rows, columns;
-};
-
-constexpr int64_t kTmaAlign = 16;
-
-// How the kernel reaches a tensor. TMA wants a base and strides that are multiples of 16 bytes; an axis of stride 0 is
-// left out of its map.
-FwdTensor reach(const void* data, const int64_t (&stride)[4], const TensorSizes& size) {
-  constexpr int64_t kMaxStride = int64_t{1} << 40;
-  const auto used = [](int64_t length, int64_t step) { return length > 1 && step != 0; };
-  const auto suits = [](int64_t step) { return step > 0 && step * 2 % kTmaAlign == 0 && step * 2 < kMaxStride; };
-  FwdTensor tensor{static_cast<uint16_t*>(const_cast<void*>(data)), stride[0], stride[1], stride[2],
-                   static_cast<int32_t>(size.rows), static_cast<int32_t>(size.columns), used(size.batch, stride[0]),
-                   used(size.heads, stride[1]), true, false};
-  if (size.rows == 0) return tensor;  // nothing of it is ever read
-  tensor.tma = reinterpret_cast<uintptr_t>(data) % kTmaAlign == 0 && (size.rows == 1 || suits(stride[2])) &&
-               (!tensor.map_head || suits(stride[1])) && (!tensor.map_batch || suits(stride[0]));
-  const auto even = [](int64_t length, int64_t step) { return length == 1 || step % 2 == 0; };
-  tensor.words = reinterpret_cast<uintptr_t>(data) % 4 == 0 && even(size.rows, stride[2]) &&
-                 even(size.heads, stride[1]) && even(size.batch, stride[0]);
-  return tensor;
-}
 
 // The same for q and out, whose map for few queries has an axis of heads in a group and one of groups.
 FwdTensor reach_rows(const void* data, const int64_t (&stride)[4], const TensorSizes& size, const FwdPlan& plan) {
@@ -46,23 +20,14 @@ FwdTensor reach_rows(const void* data, const int64_t (&stride)[4], const TensorS
   return tensor;
 }
 
-// The tensor map of a tensor that TMA can reach; `plan` for q and out.
-const char* encode(const FwdTensor& tensor, const TensorSizes& size, DType dtype, int64_t box_rows, const FwdPlan* plan,
-                   CUtensorMap* map) {
+// The tensor map of q or out, that of few queries with the axis of groups.
+const char* encode_rows(const FwdTensor& tensor, const TensorSizes& size, DType dtype, const FwdPlan& plan, CUtensorMap* map) {
+  const auto box_rows = static_cast<int>(plan.queries);
+  if (!plan.instance->few) return encode(tensor, size, dtype, box_rows, map);
   if (!tensor.tma || size.rows == 0) return nullptr;
-  const auto length = [](bool used, int64_t n) { return used ? static_cast<uint64_t>(n) : 1; };
-  const auto bytes = [](bool used, int64_t step) { return static_cast<uint64_t>(used ? step * 2 : kTmaAlign); };
-  const ptx::TensorMapShape shape{
-      tensor.data, static_cast<uint64_t>(size.columns), static_cast<uint64_t>(size.rows),
-      length(tensor.map_head, size.heads), length(tensor.map_batch, size.batch),
-      bytes(size.rows > 1, tensor.stride_row), bytes(tensor.map_head, tensor.stride_head),
-      bytes(tensor.map_batch, tensor.stride_batch), static_cast<uint32_t>(box_rows)};
-  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const bool packed = plan && plan->instance->few;
-  const ptx::PackedMapShape pack{shape, packed ? static_cast<uint64_t>(plan->group) : 1,
-                                 packed ? static_cast<uint32_t>(plan->pack) : 1};
-  if (packed ? ptx::encode_tensor_map(map, type, pack) : ptx::encode_tensor_map(map, type, shape)) return nullptr;
-  return "flashsdpa_fwd_sm90: the driver refused a tensor map (cuTensorMapEncodeTiled, CUDA 12.0 or newer)";
+  const ptx::PackedMapShape shape{map_shape(tensor, size, box_rows), static_cast<uint64_t>(plan.group),
+                                  static_cast<uint32_t>(plan.pack)};
+  return ptx::encode_tensor_map(map, map_type(dtype), shape) ? nullptr : kMapRefused;
 }
 
 struct FwdSizes {
@@ -142,11 +107,7 @@ const char* refuse(const Problem& p) {
   if (p.mask.data && p.mask.dtype != DType::kBool && p.mask.dtype != DType::kFloat32 && p.mask.dtype != p.dtype)
     return "flashsdpa_fwd_sm90 takes an attn_mask of bool, float32 or q's type";
   if (p.mask.data && !p.plan.data) return "flashsdpa_fwd_sm90 takes an attn_mask with its plan; give flashsdpa::mask_plan of it";
-  if (p.dim < 1 || p.dim > kMaxDim || p.dim_v < 1 || p.dim_v > kMaxDim)
-    return "flashsdpa_fwd_sm90 takes head dims from 1 to 256; use the stock backend";
-  if (p.seq_q > kMaxLength || p.seq_k > kMaxLength)
-    return "flashsdpa_fwd_sm90 takes sequences up to 2^29; use the stock backend";
-  return nullptr;
+  return refuse_problem(p);
 }
 
 bool nothing_to_do(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0; }
@@ -165,10 +126,10 @@ const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const Curren
   FwdArgs args{};
   const FwdSizes size(p);
   reach_all(f, size, plan, &args);
-  const char* error = encode(args.q, size.q, p.dtype, plan.queries, &plan, &args.map_q);
-  if (!error) error = encode(args.k, size.k, p.dtype, instance.block_n, nullptr, &args.map_k);
-  if (!error) error = encode(args.v, size.v, p.dtype, instance.block_n, nullptr, &args.map_v);
-  if (!error) error = encode(args.out, size.out, p.dtype, plan.queries, &plan, &args.map_out);
+  const char* error = encode_rows(args.q, size.q, p.dtype, plan, &args.map_q);
+  if (!error) error = encode(args.k, size.k, p.dtype, instance.block_n, &args.map_k);
+  if (!error) error = encode(args.v, size.v, p.dtype, instance.block_n, &args.map_v);
+  if (!error) error = encode_rows(args.out, size.out, p.dtype, plan, &args.map_out);
   if (error) return error;
 
   if (plan.tiles > INT32_MAX) return "flashsdpa_fwd_sm90 takes up to 2^31 tiles of queries; split the batch";

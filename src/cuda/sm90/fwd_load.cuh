@@ -26,9 +26,9 @@ __device__ inline uint32_t swizzled_offset(int row, int chunk) {
 //
 // By asynchronous copies of 4 bytes, which take no registers, so that the whole tile is under way at once: a warp takes
 // a row, a lane two columns of each box.
-template <int kRows, int kBoxes, typename Line>
+template <int kRows, int kBoxes, int kThreads, typename Line>
 __device__ inline void load_tile_words(uint32_t shared, const FwdTensor& tensor, const Line& line, int thread) {
-  constexpr int kWarps = ptx::kWarpgroupThreads / ptx::kWarpLanes;
+  constexpr int kWarps = kThreads / ptx::kWarpLanes;
   const int lane = thread % ptx::kWarpLanes;
 #pragma unroll 1
   for (int r = thread / ptx::kWarpLanes; r < kRows; r += kWarps) {
@@ -37,19 +37,20 @@ __device__ inline void load_tile_words(uint32_t shared, const FwdTensor& tensor,
     for (int box = 0; box < kBoxes; ++box) {
       const int column = box * kBoxColumns + 2 * lane;
       const int elements = row ? clamp_to(tensor.columns - column, 0, 2) : 0;
-      ptx::copy_async_4(shared + swizzled_offset<kRows>(r, box * 8 + lane / 4) + lane % 4 * 4,
-                        elements > 0 ? row + column : tensor.data, elements * kElementBytes);
+      const uint16_t* source = elements > 0 ? row + column : tensor.data;
+      ptx::copy_async_4(shared + swizzled_offset<kRows>(r, box * 8 + lane / 4) + lane % 4 * 4, source,
+                        elements * kElementBytes);
     }
   }
   ptx::copy_async_wait();
 }
 
 // By elements, where rows start anywhere.
-template <int kRows, int kBoxes, typename Line>
+template <int kRows, int kBoxes, int kThreads, typename Line>
 __device__ inline void load_tile_elements(uint32_t shared, const FwdTensor& tensor, const Line& line, int thread) {
   constexpr int kQuads = kBoxes * 16;  // of 4 elements: more loads in flight do not fit the producer's registers
 #pragma unroll 1
-  for (int i = thread; i < kRows * kQuads; i += ptx::kWarpgroupThreads) {
+  for (int i = thread; i < kRows * kQuads; i += kThreads) {
     const int r = i / kQuads, quad = i % kQuads;
     const uint16_t* source = line(r);
     const int columns = source ? tensor.columns - 4 * quad : 0;
@@ -69,19 +70,20 @@ struct FwdSlot {
   uint32_t shared, full, empty, empty_parity;
 };
 
-// Called by thread 0 of the producer warpgroup alone if all tensors go by TMA, else by all its threads. `rows`: of a
-// box of the map, at most kRows; `line` as above.
+// Called by thread 0 of the producers alone if all tensors go by TMA, else by all kThreads of them. `rows`: of a box of
+// the map, at most kRows; `line` as above; `more_bytes`: what else bulk copies bring before the slot is full; `kWords`:
+// whether the producers have registers for load_tile_words.
 //
 // Only who writes waits for the slot: a warp that has nothing to do with a copy could find that the slot has been
 // filled and emptied once more meanwhile, and would wait for a parity that does not come again.
-template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, typename Origin, typename Line>
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, int kThreads, bool kWords, typename Origin, typename Line>
 __device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, Origin at,
-                                 int rows, const Line& line, int thread) {
+                                 int rows, const Line& line, int thread, uint32_t more_bytes = 0) {
   if (kAlone || tensor.tma) {
     if (kAlone || thread == 0) {
       ptx::mbarrier_wait(slot.empty, slot.empty_parity);
       fwd_delay(FwdPoint::kLoad);
-      ptx::mbarrier_arrive_expect(slot.full, kBoxes * rows * kBoxRowBytes);
+      ptx::mbarrier_arrive_expect(slot.full, kBoxes * rows * kBoxRowBytes + more_bytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         at.column = box * kBoxColumns;
@@ -91,25 +93,25 @@ __device__ inline void load_tile(const FwdSlot& slot, const FwdTensor& tensor, c
   } else {
     ptx::mbarrier_wait(slot.empty, slot.empty_parity);
     fwd_delay(FwdPoint::kLoad);
-    if (tensor.words) {
-      load_tile_words<kRows, kBoxes>(slot.shared, tensor, line, thread);
+    if (kWords && tensor.words) {
+      load_tile_words<kRows, kBoxes, kThreads>(slot.shared, tensor, line, thread);
     } else {
-      load_tile_elements<kRows, kBoxes>(slot.shared, tensor, line, thread);
+      load_tile_elements<kRows, kBoxes, kThreads>(slot.shared, tensor, line, thread);
     }
     ptx::fence_proxy_shared();
-    ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
-    if (thread == 0) ptx::mbarrier_arrive(slot.full);
+    ptx::barrier_sync(int(FwdBarrier::kProducer), kThreads);
+    if (thread == 0) ptx::mbarrier_arrive_expect(slot.full, more_bytes);
   }
 }
 
 // kRows rows of one head, from `row` on.
-template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone>
+template <int kRows, int kBoxes, ptx::Reuse kReuse, bool kAlone, int kThreads = ptx::kWarpgroupThreads, bool kWords = true>
 __device__ inline void load_rows(const FwdSlot& slot, const FwdTensor& tensor, const CUtensorMap* map, int row,
-                                 int head, int batch, int thread) {
+                                 int head, int batch, int thread, uint32_t more_bytes = 0) {
   const uint16_t* base = tensor.data + batch * tensor.stride_batch + head * tensor.stride_head;
   const auto line = [&](int r) { return row + r < tensor.rows ? base + (row + r) * tensor.stride_row : nullptr; };
   const ptx::BoxOrigin at{0, row, head * tensor.map_head, batch * tensor.map_batch};
-  load_tile<kRows, kBoxes, kReuse, kAlone>(slot, tensor, map, at, kRows, line, thread);
+  load_tile<kRows, kBoxes, kReuse, kAlone, kThreads, kWords>(slot, tensor, map, at, kRows, line, thread, more_bytes);
 }
 
 // Q of one consumer: its rows from query `row` on, of a head or a pack of heads.
@@ -127,7 +129,7 @@ __device__ inline void load_queries(const FwdSlot& slot, const FwdArgs& args, in
       return at.used ? base + at.further_head * q.stride_head + at.query * q.stride_row : nullptr;
     };
     const ptx::PackedBoxOrigin at{0, fwd_first_in_group(args, head), row, head / args.group, batch * q.map_batch};
-    load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone>(slot, q, &args.map_q, at,
+    load_tile<kConsumerRows, Tile::kBoxes, ptx::Reuse::kNone, kAlone, ptx::kWarpgroupThreads, true>(slot, q, &args.map_q, at,
                                                                       args.few.pack * args.few.queries, line, thread);
   }
 }

@@ -14,10 +14,9 @@
 #include "../common/status.h"
 #include "fwd_args.h"
 #include "fwd_instances.h"
+#include "tensors.h"
 
 namespace flashsdpa {
-
-inline int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 struct FwdPlan {
   const FwdInstance* instance = nullptr;

@@ -23,19 +23,13 @@ __device__ inline uint32_t fwd_next_tile(const FwdArgs& args, uint32_t tile) {
   return gridDim.x + (args.counter ? atomicAdd(args.counter, 1u) : tile);
 }
 
-template <typename Tile>
-__device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
-  constexpr int kBlockN = Tile::kBlockN;
-  const int block_m = Tile::kFew ? Tile::kConsumers * args.few.queries : Tile::kBlockM;
-  const FwdOrder& order = args.order;
-  if (tile >= order.tiles) return {-1, 0, 0, 0, 0, 0};
-  FwdWork work;
-  work.split = 0;
-  if constexpr (Tile::kFew) {
-    work.split = int(tile % uint32_t(args.few.splits));
-    tile /= uint32_t(args.few.splits);
-  }
-  uint32_t top = order.blocks_m, low = 0, section = order.section;  // this pass: blocks low <= m < top
+struct TilePlace {
+  uint32_t block, head;  // head: batch * heads + head
+};
+
+// Where tile number `tile` < order.tiles is, of blocks that cost the more the higher their number.
+__device__ inline TilePlace place_of(const FwdOrder& order, uint32_t tile) {
+  uint32_t top = order.blocks_m, low = 0, section = order.section;  // this pass: blocks low <= block < top
   if (order.longest_first) {
     constexpr uint32_t kLastPass = 4;
     while (true) {
@@ -48,11 +42,24 @@ __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
   }
   const uint32_t in_section = tile / ((top - low) * section), first_head = in_section * section;
   const uint32_t within = tile - first_head * (top - low), heads = min(section, order.heads - first_head);
-  const uint32_t block = top - 1 - within / heads, head = first_head + within % heads;
+  return {top - 1 - within / heads, first_head + within % heads};
+}
 
-  work.row = int(block) * block_m;
-  work.batch = int(head / args.heads_q);
-  work.head = int(head % args.heads_q);
+template <typename Tile>
+__device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
+  constexpr int kBlockN = Tile::kBlockN;
+  const int block_m = Tile::kFew ? Tile::kConsumers * args.few.queries : Tile::kBlockM;
+  if (tile >= args.order.tiles) return {-1, 0, 0, 0, 0, 0};
+  FwdWork work;
+  work.split = 0;
+  if constexpr (Tile::kFew) {
+    work.split = int(tile % uint32_t(args.few.splits));
+    tile /= uint32_t(args.few.splits);
+  }
+  const TilePlace place = place_of(args.order, tile);
+  work.row = int(place.block) * block_m;
+  work.batch = int(place.head / args.heads_q);
+  work.head = int(place.head % args.heads_q);
   const int last_row = min(work.row + block_m, args.seq_q) - 1;
   const int begin = clamp_to(work.row + args.band_lo, 0, args.seq_k);
   const int end = clamp_to(last_row + args.band_hi + 1, 0, args.seq_k);

@@ -6,6 +6,15 @@
 
 namespace flashsdpa::ptx {
 
+inline float subtract(float a, float b) {
+  volatile float rounded = a;  // the host compiler makes multiply-adds too
+  return rounded - b;
+}
+template <bool kBFloat16>
+float unpack(uint16_t element) {
+  return emulation::to_float(element, kBFloat16);
+}
+
 inline float exp2_fast(float x) { return std::exp2(x); }
 
 template <bool kBFloat16>

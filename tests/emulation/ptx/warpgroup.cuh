@@ -39,6 +39,15 @@ inline uint2 load_shared_8(uint32_t shared) {
   if (shared % 8) emulation::fail("a load at a misaligned shared memory address");
   return {load_shared_4(shared), load_shared_4(shared + 4)};
 }
+inline void store_shared_floats(uint32_t shared, float x, float y, float z, float w) {
+  store_words<4>(shared, {__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)});
+}
+inline float load_shared_float(uint32_t shared) { return __uint_as_float(load_shared_4(shared)); }
+inline void load_shared_floats(uint32_t shared, float& x, float& y) {
+  if (shared % 8) emulation::fail("a load at a misaligned shared memory address");
+  x = load_shared_float(shared);
+  y = load_shared_float(shared + 4);
+}
 
 inline void stmatrix_x4(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   const uint32_t words[4] = {r0, r1, r2, r3};
@@ -46,6 +55,19 @@ inline void stmatrix_x4(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, 
   for (int tile = 0; tile < 4; ++tile) {
     const uint32_t row = __shfl_sync(0xffffffffu, shared, 8 * tile + lane / 4);
     store_shared_4(row + 4 * static_cast<uint32_t>(lane % 4), words[tile]);
+  }
+}
+
+inline void stmatrix_x4_transposed(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  const uint32_t words[4] = {r0, r1, r2, r3};
+  const int lane = lane_of_thread();
+  for (int tile = 0; tile < 4; ++tile) {
+    for (int half = 0; half < 2; ++half) {  // the element of column 2 * (lane % 4) + half goes to that row, place lane / 4
+      const uint32_t row = __shfl_sync(0xffffffffu, shared, 8 * tile + 2 * (lane % 4) + half);
+      const uint16_t element = static_cast<uint16_t>(words[tile] >> 16 * half);
+      std::memcpy(emulation::shared_bytes(*emulation::current().block, row + 2 * static_cast<uint32_t>(lane / 4), 2, false), &element, 2);
+      emulation::wrote_shared(row + 2 * static_cast<uint32_t>(lane / 4), 2);
+    }
   }
 }
 

@@ -8,12 +8,13 @@ namespace flashsdpa::ptx {
 
 template <int kN>
 struct Wgmma {
-  template <bool kBFloat16, int kTransB>
+  template <bool kBFloat16, int kTransB, int kTransA = 0>
   static void ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
     emulation::Product product;
     product.bfloat16 = kBFloat16;
     product.a = a;
     product.b = b;
+    product.transposed_a = kTransA;
     product.transposed_b = kTransB;
     product.accumulate = accumulate;
     emulation::issue_product(kN, d, nullptr, product);

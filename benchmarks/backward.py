@@ -1,0 +1,135 @@
+"""Unmasked attention backward on the GPU, ours beside torch's backends and a fixed order of additions, in one run.
+
+    python benchmarks/backward.py [--only TEXT] [--rounds N] [--out DIR]
+
+The cells are those of benchmarks/forward.py's dense grid. Timed is torch.autograd.grad of one recorded forward: all kernels
+of the backward, the host hidden where they are long. "flashsdpa-det" is ours under torch.use_deterministic_algorithms(True).
+Writes DIR/<date>-<machine>-backward.json. Gradients are held against float64 on the last head before they are timed.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import forward  # noqa: E402
+import gpu  # noqa: E402
+from torch_flashsdpa.bench import measure  # noqa: E402
+
+
+@contextlib.contextmanager
+def fixed_order():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+IMPLEMENTATIONS = {  # name: (forward call, context of the forward, context of the backward)
+    "flashsdpa": (forward.sdpa, measure.ours, contextlib.nullcontext),
+    "flashsdpa-det": (forward.sdpa, measure.ours, fixed_order),
+    "stock": (forward.sdpa, measure.stock, contextlib.nullcontext),
+    "flash": (forward.only(SDPBackend.FLASH_ATTENTION), measure.stock, contextlib.nullcontext),
+    "cudnn": (forward.only(SDPBackend.CUDNN_ATTENTION), measure.stock, contextlib.nullcontext),
+}
+
+
+def last_head_error(case, leaves, grad_out, grads):
+    """The largest error of dq, dk and dv relative to the largest gradient, of the last key head and its query heads."""
+    group = case.heads // (case.heads_kv or case.heads)
+    q, k, v, grad_out = (t.detach()[-1, heads:].double() for t, heads in zip((*leaves, grad_out), (-group, -1, -1, -group)))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    total = [torch.zeros_like(t) for t in (q, k, v)]
+    for h in range(group):
+        scores = q[h] @ k[0].T * case.dim**-0.5
+        if case.is_causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape, dtype=torch.bool, device="cuda").tril(), -torch.inf)
+        for sum_, part in zip(total, torch.autograd.grad(scores.softmax(-1) @ v[0], (q, k, v), grad_out[h])):
+            sum_ += part
+    got = [g[-1, heads:].double() for g, heads in zip(grads, (-group, -1, -1))]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, total))
+
+
+def run_case(case, rounds):
+    leaves = [t.requires_grad_() for t in case.make()]
+    rows, calls, grad_out = [], {}, None
+    for name, (call, context, backward_context) in IMPLEMENTATIONS.items():
+        row = {"group": "gqa" if case.heads_kv else "dense", "case": case.name, "dtype": str(case.dtype).removeprefix("torch."),
+               "pass": "bwd", "impl": name}  # fmt: skip
+        rows.append(row)
+        try:
+            with context():
+                out = call(*leaves, case)
+            grad_out = torch.randn_like(out) if grad_out is None else grad_out
+            run = lambda out=out: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)  # noqa: E731, B023
+            with backward_context():
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                grads = run()
+                row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        except Exception as error:  # noqa: BLE001  a rival without this case is a row without a time
+            row["note"] = f"failed: {str(error).splitlines()[0]}"
+            continue
+        if case.seq_q <= 8192:
+            row["error"] = last_head_error(case, leaves, grad_out, grads)
+        if row.get("error", 0.0) > 0.03:
+            row["note"] = f"failed: error {row['error']:.3g}"
+            continue
+        calls[name] = (run, backward_context, row)
+    times, repeats = {name: [] for name in calls}, None
+    for turn in range(-1, rounds):  # the first round warms up
+        for name in list(calls) if turn % 2 else list(reversed(calls)):
+            run, context, row = calls[name]
+            with context():
+                if repeats is None:
+                    run()
+                    repeats = max(2, min(50, int(10 / forward.elapsed_ms(run, 2))))
+                ms = forward.elapsed_ms(run, repeats)
+            if turn >= 0:
+                times[name].append(ms)
+    for name, (_, _, row) in calls.items():
+        row["ms"] = statistics.median(times[name])
+        row["tflops"] = 2.5 * case.flop() / row["ms"] / 1e9
+    return rows
+
+
+def table(rows):
+    lines = [f"{'case':34}" + "".join(f"{name:>14}" for name in IMPLEMENTATIONS)]
+    cells = {}
+    for row in rows:
+        cells.setdefault(row["case"], {})[row["impl"]] = row
+    for case, by_name in cells.items():
+        numbers = (by_name.get(name, {}).get("tflops") for name in IMPLEMENTATIONS)
+        lines.append(f"{case:34}" + "".join(f"{'-' if n is None else f'{n:.0f}':>14}" for n in numbers))
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    rows = []
+    for case in forward.dense():
+        if options.only in case.name:
+            rows += run_case(case, options.rounds)
+            path = gpu.write(rows, options.out, "backward")
+            print(table(rows).splitlines()[-1], flush=True)
+    print(f"{table(rows)}\n{path}")
+    failed = [row for row in rows if row["impl"].startswith("flashsdpa") and "ms" not in row]
+    for row in failed:
+        print("FAILED", row["case"], row["impl"], row.get("note"))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+// The consumers of the backward kernel for more than 128 columns: each owns boxes of 64 columns of dK, dV and dQ.
+//
+// For each block of 64 queries: S = Q K^T and dP = dO V^T (shared x shared), each consumer for its share of the keys;
+// P = exp2(S - shift) and dS = P (dP - delta) go to shared memory; then, each for its columns and all keys, transposed,
+// dV^T += dO^T P, dK^T += Q^T dS and dQ^T = K^T dS^T, which is added to the sum in global memory from registers.
+#pragma once
+
+#include "../../ptx/wgmma.cuh"
+#include "bwd_scores.cuh"
+#include "bwd_store.cuh"
+
+namespace flashsdpa {
+
+template <typename Tile, bool kBFloat16>
+__device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int thread) {
+  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kConsumers = Tile::kConsumers;
+  constexpr int kConsumerThreads = kConsumers * ptx::kWarpgroupThreads;
+  constexpr int kKeys = kBlockN / kConsumers;  // of this consumer's scores
+  // Boxes of this consumer. Those past the last are the last again, and not stored.
+  constexpr int kOwn = Tile::kBoxes / kConsumers, kOwnV = (Tile::kBoxesV + kConsumers - 1) / kConsumers;
+  static_assert(kBlockM == kBwdPiece && kKeys % 8 == 0 && Tile::kBoxes % kConsumers == 0);
+  const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
+  const int lane_column = 2 * (lane % 4), key = consumer * kKeys;
+  const bool elected = consumer == 0 && thread == 0;
+  const auto box = [&](int i) { return consumer * kOwn + i; };
+  const auto box_v = [&](int i) { return min(consumer * kOwnV + i, Tile::kBoxesV - 1); };
+
+  float dk[kOwn][kBlockN / 2], dv[kOwnV][kBlockN / 2], s[kKeys / 2], dp[kKeys / 2], dq[kBlockM / 2];
+  Ring<Tile::kStages> q_ring;
+  Ring<Tile::kStagesGradOut> grad_out_ring;
+  Ring<kTileSlots> tile_ring;
+
+  const auto free_stage = [&](uint32_t barrier) {
+    fwd_delay(FwdPoint::kFree);
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  const auto meet = [] { ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads); };
+  // Queries x this consumer's keys, of Q and K or of dO and V.
+  const auto issue_scores = [&](auto& d, auto columns, uint32_t queries, uint32_t keys) {
+    const uint64_t a = ptx::wgmma_operand(queries), b = ptx::wgmma_operand(keys + key * kBoxRowBytes);
+#pragma unroll
+    for (int step = 0; step < decltype(columns)::value / 16; ++step) {
+      const int box = step / 4, within = step % 4 * 32;  // 16 columns are 32 bytes, a box has four times 16
+      ptx::Wgmma<kKeys>::template ss<kBFloat16, 0>(d, ptx::wgmma_advance(a, box * Tile::kQueryBoxBytes + within),
+                                                   ptx::wgmma_advance(b, box * Tile::kKeyBoxBytes + within), step > 0);
+    }
+    ptx::wgmma_commit();
+  };
+  // sum^T += A^T B: 64 columns x keys, from queries x 64 columns (a box of dO or Q) and queries x keys (P or dS).
+  const auto issue_sum = [&](auto& sum, uint32_t shared_a, uint32_t shared_b) {
+    const uint64_t a = ptx::wgmma_operand(shared_a), b = ptx::wgmma_operand(shared_b, Tile::kQueryBoxBytes);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+      ptx::Wgmma<kBlockN>::template ss<kBFloat16, 1, 1>(sum, ptx::wgmma_advance(a, step * 16 * kBoxRowBytes),
+                                                        ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), 1);
+    }
+  };
+  // dQ^T of one box: 64 columns x queries.
+  const auto issue_piece = [&](int box) {
+    const uint64_t a = ptx::wgmma_operand(shared.k() + box * Tile::kKeyBoxBytes), b = ptx::wgmma_operand(shared.scores(1));
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      ptx::Wgmma<kBlockM>::template ss<kBFloat16, 0, 1>(
+          dq, ptx::wgmma_advance(a, step * 16 * kBoxRowBytes),
+          ptx::wgmma_advance(b, step / 4 * Tile::kQueryBoxBytes + step % 4 * 32), step > 0);
+    }
+    ptx::wgmma_commit();
+  };
+  const auto add_piece = [&](float* sum) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+      ptx::reduce_add_floats(sum + i * ptx::kWarpgroupThreads + 4 * thread, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+  };
+  const auto store_scores = [&](uint32_t target, int i, uint32_t pair) {
+    const int row = lane_row + 8 * score_row(i), chunk = key / 8 + i / 4;
+    ptx::store_shared_4(target + swizzled_offset<kBlockM>(row, chunk) + lane % 4 * 4, pair);
+  };
+
+  while (true) {
+    const FwdWork work = bwd_take_work(shared, tile_ring);
+    if (work.end()) break;
+    if (work.empty()) {
+      store_zero_gradients<Tile>(args, work, consumer * ptx::kWarpgroupThreads + thread);
+      bwd_leave_work(shared, tile_ring, lane);
+      continue;
+    }
+    const int first_key = work.row + key;
+
+    // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
+    const auto mask = [&](uint32_t visit, const BwdStats<kBlockM>& stats) {
+      const bool coarse = stats.coarse(lane);
+      if (visit % 2 == 0 && !coarse) return;
+      const int m = int(visit / 2);
+      if (args.sign != 1.f) {
+#pragma unroll
+        for (float& score : s) score *= args.sign;
+      }
+      const int row = m * kBlockM + lane_row, first_column = first_key + lane_column;
+      int first[2], last[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        first[r] = row + 8 * r + args.band_lo - first_column;
+        last[r] = min(row + 8 * r + args.band_hi, args.seq_k - 1) - first_column;
+      }
+      mask_before(s, first);
+      mask_after(s, last);
+      if (coarse) {
+        const float high[2] = {ptx::load_shared_float(stats.high(lane_row)), ptx::load_shared_float(stats.high(lane_row + 8))};
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) s[i] = coarse_score(args, s[i], high[score_row(i)]);
+      }
+    };
+
+#pragma unroll
+    for (auto& box : dk) {
+      for (float& value : box) value = 0.f;
+    }
+#pragma unroll
+    for (auto& box : dv) {
+      for (float& value : box) value = 0.f;
+    }
+    const uint32_t kv_phase = bwd_kv_phase(shared, tile_ring);
+    ptx::mbarrier_wait(shared.full_k(), kv_phase);
+    ptx::mbarrier_wait(shared.full_v(), kv_phase);
+
+#pragma unroll 1
+    for (BwdVisit at(work, args.group); at.left > 0; at.advance()) {
+      const uint32_t q = shared.q(q_ring.stage()), grad_out = shared.grad_out(grad_out_ring.stage());
+      ptx::mbarrier_wait(shared.full_q(q_ring.stage()), q_ring.phase());
+      fwd_delay(FwdPoint::kKeyThere);
+      ptx::wgmma_fence();
+      issue_scores(s, std::integral_constant<int, Tile::kDim>(), q, shared.k());
+      ptx::mbarrier_wait(shared.full_grad_out(grad_out_ring.stage()), grad_out_ring.phase());
+      ptx::wgmma_fence();
+      issue_scores(dp, std::integral_constant<int, Tile::kDimV>(), grad_out, shared.v());
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(s);
+      const BwdStats<kBlockM> stats{shared.stats(q_ring.stage())};
+      mask(bwd_visit(shared, q_ring.stage()), stats);
+      const float shift[2] = {ptx::load_shared_float(stats.shift(lane_row)), ptx::load_shared_float(stats.shift(lane_row + 8))};
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], args.scale_log2, -shift[score_row(i)]));
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(dp);
+      const float delta[2] = {ptx::load_shared_float(stats.delta(lane_row)), ptx::load_shared_float(stats.delta(lane_row + 8))};
+      meet();  // all are done with the P and dS of the block before
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; i += 2) {
+        const int r = score_row(i);
+        store_scores(shared.scores(0), i, ptx::pack<kBFloat16>(s[i], s[i + 1]));
+        store_scores(shared.scores(1), i, ptx::pack<kBFloat16>(s[i] * (dp[i] - delta[r]), s[i + 1] * (dp[i + 1] - delta[r])));
+      }
+      ptx::fence_proxy_shared();
+      meet();
+
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kOwnV; ++i) issue_sum(dv[i], grad_out + box_v(i) * Tile::kQueryBoxBytes, shared.scores(0));
+      ptx::wgmma_commit();
+      const auto turn = [&] { return args.turns + bwd_block(args, work, at) * kConsumers + consumer; };
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        ptx::wgmma_fence();
+        issue_piece(box(i));
+        if (i == 0) {
+#pragma unroll
+          for (int j = 0; j < kOwn; ++j) issue_sum(dk[j], q + box(j) * Tile::kQueryBoxBytes, shared.scores(1));
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<1>();
+          free_stage(shared.empty_grad_out(grad_out_ring.stage()));
+          grad_out_ring.advance();
+          if (args.turns) {
+            if (thread == 0) bwd_wait_turn(turn(), bwd_turn<Tile>(args, work, at.m));
+            ptx::barrier_sync(int(BwdBarrier::kConsumer) + consumer, ptx::kWarpgroupThreads);
+          }
+        } else {
+          ptx::wgmma_wait<0>();
+        }
+        ptx::wgmma_settle(dq);
+        add_piece(args.dq + bwd_block(args, work, at) * Tile::kDqFloats + box(i) * kBwdPieceFloats);
+      }
+      if constexpr (kOwn == 1) ptx::wgmma_wait<0>();
+      free_stage(shared.empty_q(q_ring.stage()));
+      q_ring.advance();
+      if (args.turns) {
+        ptx::fence_gpu();
+        ptx::barrier_sync(int(BwdBarrier::kConsumer) + consumer, ptx::kWarpgroupThreads);
+        if (thread == 0) ptx::add_release(turn(), 1);
+      }
+    }
+
+#pragma unroll
+    for (auto& box : dk) ptx::wgmma_settle(box);
+#pragma unroll
+    for (auto& box : dv) ptx::wgmma_settle(box);
+    meet();  // all are done with K and V: dK and dV go there
+#pragma unroll
+    for (int i = 0; i < kOwnV; ++i) {
+      if (consumer * kOwnV + i < Tile::kBoxesV) {
+        stage_columns<kBlockN, kBFloat16>(shared.dv() + box_v(i) * Tile::kKeyBoxBytes, dv[i], 1.f, thread);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      stage_columns<kBlockN, kBFloat16>(shared.dk() + box(i) * Tile::kKeyBoxBytes, dk[i], args.grad_scale, thread);
+    }
+    ptx::fence_proxy_shared();
+    meet();
+    store_gradients(args, shared, work, consumer * ptx::kWarpgroupThreads + thread);
+    bwd_leave_work(shared, tile_ring, lane);
+    if (!(args.dk.tma && args.dv.tma)) meet();  // all have read their part
+    if (elected) {
+      ptx::tma_store_wait_read();
+      fwd_delay(FwdPoint::kFree);
+      ptx::mbarrier_arrive(shared.empty_kv());
+    }
+  }
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,276 @@
+// The consumers of the backward kernel for up to 128 columns: each owns 64 keys, and their dK and dV.
+//
+// For each block of queries: S^T = K Q^T and dP^T = V dO^T (shared x shared), P = exp2(S - shift), dS = P (dP - delta),
+// dV += P^T dO and dK += dS^T Q (registers x shared), and from the dS of all consumers, in shared memory, 64 queries x 64
+// columns of dQ = dS K, which a warp of the producer adds to the sum in global memory.
+#pragma once
+
+#include <type_traits>
+
+#include "../../ptx/wgmma.cuh"
+#include "bwd_scores.cuh"
+#include "bwd_store.cuh"
+
+namespace flashsdpa {
+
+// kPieceColumns: of this consumer's piece of dQ.
+template <typename Tile, bool kBFloat16, int kPieceColumns>
+__device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<Tile>& shared, int key, int thread) {
+  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kConsumers = Tile::kConsumers;
+  constexpr int kConsumerThreads = kConsumers * ptx::kWarpgroupThreads;
+  // Pieces of dQ: of 64 queries each if the block has as many as consumers, else of 64 columns each.
+  constexpr bool kPieceByQueries = kBlockM == kConsumers * kBwdPiece;
+  static_assert(kPieceByQueries || kBlockM == kBwdPiece);
+  const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
+  const int lane_column = 2 * (lane % 4);
+  const auto consumer = [&] { return key / kConsumerRows; };
+  const auto elected = [&] { return key + thread == 0; };
+
+  float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], dp[kBlockM / 2], dq[kPieceColumns / 2];
+  uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];
+  Ring<2> ring;  // one block of queries: of Q, dO and dS, which go round together, and its phase is that of dQ
+  Ring<kTileSlots> tile_ring;
+  static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
+
+  const auto free_stage = [&](uint32_t barrier) {
+    fwd_delay(FwdPoint::kFree);
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  // S^T of the Q in turn, for the keys of this consumer.
+  const auto issue_scores = [&] {
+    const uint64_t a = ptx::wgmma_operand(shared.k() + key * kBoxRowBytes);
+    const uint64_t b = ptx::wgmma_operand(shared.q(ring.stage()));
+#pragma unroll
+    for (int step = 0; step < Tile::kDim / 16; ++step) {
+      const int box = step / 4, within = step % 4 * 32;  // 16 columns are 32 bytes, a box has four times 16
+      ptx::Wgmma<kBlockM>::template ss<kBFloat16, 0>(s, ptx::wgmma_advance(a, box * Tile::kKeyBoxBytes + within),
+                                                     ptx::wgmma_advance(b, box * Tile::kQueryBoxBytes + within), step > 0);
+    }
+    ptx::wgmma_commit();
+  };
+  const auto issue_grad_probabilities = [&] {
+    const uint64_t a = ptx::wgmma_operand(shared.v() + key * kBoxRowBytes);
+    const uint64_t b = ptx::wgmma_operand(shared.grad_out(ring.stage()));
+#pragma unroll
+    for (int step = 0; step < Tile::kDimV / 16; ++step) {
+      const int box = step / 4, within = step % 4 * 32;
+      ptx::Wgmma<kBlockM>::template ss<kBFloat16, 0>(dp, ptx::wgmma_advance(a, box * Tile::kKeyBoxBytes + within),
+                                                     ptx::wgmma_advance(b, box * Tile::kQueryBoxBytes + within), step > 0);
+    }
+    ptx::wgmma_commit();
+  };
+  // sum += A^T B of 64 keys, queries, and the columns of B: P and dO, or dS and Q.
+  const auto issue_sum = [&](auto& sum, const auto& a, uint32_t shared_b) {
+    constexpr int kColumns = std::extent_v<std::remove_reference_t<decltype(sum)>> * 2;
+    const uint64_t b = ptx::wgmma_operand(shared_b, Tile::kQueryBoxBytes);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+      ptx::Wgmma<kColumns>::template rs<kBFloat16, 1>(sum, a[step], ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), 1);
+    }
+    ptx::wgmma_commit();
+  };
+  // This consumer's piece of dQ, from the dS of all keys.
+  const auto issue_piece = [&](const Ring<2>& at) {
+    const uint32_t shared_a = shared.scores(at.stage()) + (kPieceByQueries ? consumer() * Tile::kKeyBoxBytes : 0);
+    const uint32_t shared_b = shared.k() + (kPieceByQueries ? 0 : consumer() * Tile::kKeyBoxBytes);
+    const uint64_t a = ptx::wgmma_operand(shared_a), b = ptx::wgmma_operand(shared_b);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      ptx::Wgmma<kPieceColumns>::template ss<kBFloat16, 1, 1>(dq, ptx::wgmma_advance(a, step * 16 * kBoxRowBytes),
+                                                              ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), step > 0);
+    }
+    ptx::wgmma_commit();
+  };
+
+  while (true) {
+    const FwdWork work = bwd_take_work(shared, tile_ring);
+    if (work.end()) break;
+    // The gradients of the tile before lie where dS and dQ go.
+    if (elected()) ptx::tma_store_wait_read();
+    ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
+    if (work.empty()) {
+      store_zero_gradients<Tile>(args, work, consumer() * ptx::kWarpgroupThreads + thread);
+      bwd_leave_work(shared, tile_ring, lane);
+      continue;
+    }
+    const int first_key = work.row + key;
+
+    // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
+    const auto mask = [&](uint32_t visit, const BwdStats<kBlockM>& stats) {
+      const bool coarse = stats.coarse(lane);
+      if (visit % 2 == 0 && !coarse) return;
+      const int m = int(visit / 2);
+      if (args.sign != 1.f) {
+#pragma unroll
+        for (float& score : s) score *= args.sign;
+      }
+      const int first_column = m * kBlockM + lane_column, row = first_key + lane_row;
+      int first[2], last[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int j = row + 8 * r;
+        first[r] = j < args.seq_k ? j - args.band_hi - first_column : kBlockM;
+        last[r] = j - args.band_lo - first_column;
+      }
+      mask_before(s, first);
+      mask_after(s, last);
+      if (coarse) {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 2; ++i) {
+          s[i] = coarse_score(args, s[i], ptx::load_shared_float(stats.high(score_column(i) + lane_column)));
+        }
+      }
+    };
+
+#pragma unroll
+    for (float& value : dk) value = 0.f;
+#pragma unroll
+    for (float& value : dv) value = 0.f;
+    ptx::wgmma_settle(dk);
+    ptx::wgmma_settle(dv);
+    const uint32_t kv_phase = bwd_kv_phase(shared, tile_ring);
+    ptx::mbarrier_wait(shared.full_k(), kv_phase);
+    ptx::mbarrier_wait(shared.full_v(), kv_phase);
+
+    // P and dS of one block of queries, whose S is under way.
+    const auto make_scores = [&] {
+      ptx::mbarrier_wait(shared.full_grad_out(ring.stage()), ring.phase());
+      fwd_delay(FwdPoint::kKeyThere);
+      ptx::wgmma_fence();
+      issue_grad_probabilities();
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(s);
+      const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
+      mask(bwd_visit(shared, ring.stage()), stats);
+#pragma unroll
+      for (int i = 0; i < kBlockM / 2; i += 4) {
+        float low, high;
+        ptx::load_shared_floats(stats.shift(score_column(i) + lane_column), low, high);
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) {
+          s[i + r] = ptx::exp2_fast(fmaf(s[i + r], args.scale_log2, -low));
+          s[i + r + 1] = ptx::exp2_fast(fmaf(s[i + r + 1], args.scale_log2, -high));
+        }
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(dp);
+#pragma unroll
+      for (int i = 0; i < kBlockM / 2; i += 4) {
+        float low, high;
+        ptx::load_shared_floats(stats.delta(score_column(i) + lane_column), low, high);
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) {
+          p[i / 8][(i + r) % 8 / 2] = ptx::pack<kBFloat16>(s[i + r], s[i + r + 1]);
+          ds[i / 8][(i + r) % 8 / 2] =
+              ptx::pack<kBFloat16>(s[i + r] * (dp[i + r] - low), s[i + r + 1] * (dp[i + r + 1] - high));
+        }
+      }
+    };
+    // dS for all consumers.
+    const auto give_scores = [&] {
+      ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
+      fwd_delay(FwdPoint::kStore);
+      const int row = key + thread / ptx::kWarpLanes * 16 + lane % 16;
+#pragma unroll
+      for (int j = 0; j < kBlockM / 16; ++j) {
+        ptx::stmatrix_x4(shared.scores(ring.stage()) + swizzled_offset<kBlockN>(row, 2 * j + lane / 16), ds[j][0], ds[j][1],
+                         ds[j][2], ds[j][3]);
+      }
+      ptx::fence_proxy_shared();
+      __syncwarp();
+      free_stage(shared.full_scores(ring.stage()));
+    };
+    const auto free_queries = [&](const Ring<2>& at) {
+      free_stage(shared.empty_grad_out(at.stage()));
+      free_stage(shared.empty_q(at.stage()));
+    };
+    // The piece of dQ that is ready, to the adder.
+    const auto give_piece = [&](const Ring<2>& at) {
+      free_stage(shared.empty_scores(at.stage()));
+      ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
+      fwd_delay(FwdPoint::kStore);
+      const uint32_t target = shared.piece(consumer()) + thread * 16;
+#pragma unroll
+      for (int i = 0; i < kPieceColumns / 2; i += 4) {
+        ptx::store_shared_floats(target + i * (ptx::kWarpgroupThreads * 4), dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+      }
+      ptx::fence_proxy_shared();
+      __syncwarp();
+      free_stage(shared.full_piece(consumer()));
+    };
+
+    const auto begin_scores = [&] {
+      ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
+      fwd_delay(FwdPoint::kKeyThere);
+      ptx::wgmma_fence();
+      issue_scores();
+    };
+    const auto begin_piece = [&](const Ring<2>& at) {
+      ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());
+      ptx::wgmma_fence();
+      issue_piece(at);
+    };
+    const auto begin_sums = [&] {
+      ptx::wgmma_fence();
+      issue_sum(dv, p, shared.grad_out(ring.stage()));
+      issue_sum(dk, ds, shared.q(ring.stage()));
+    };
+    // From P and dS of one block of queries to those of the next. dQ of the block before goes with it, but for the first of a
+    // tile: by now the other consumers have long given their dS of it.
+    const auto advance = [&](auto is_first) {
+      constexpr bool kFirst = decltype(is_first)::value;
+      const Ring<2> before{ring.count - 1}, now = ring;
+      give_scores();
+      begin_sums();
+      if constexpr (!kFirst) begin_piece(before);
+      ptx::wgmma_wait<kFirst ? 0 : 1>();
+      free_queries(now);
+      ring.advance();
+      begin_scores();
+      if constexpr (!kFirst) {
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_settle(dq);
+        give_piece(before);
+      }
+      make_scores();
+    };
+
+    begin_scores();
+    make_scores();
+    int left = (work.last - work.first) * args.group - 1;
+    if (left > 0) {
+      advance(std::true_type());
+#pragma unroll 1
+      while (--left > 0) advance(std::false_type());  // with nothing under way from turn to turn
+      const Ring<2> before{ring.count - 1};
+      begin_piece(before);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(dq);
+      give_piece(before);
+    }
+    give_scores();
+    begin_sums();
+    begin_piece(ring);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(dq);
+    free_queries(ring);
+    give_piece(ring);
+    ring.advance();
+
+    free_stage(shared.empty_kv());
+    ptx::wgmma_settle(dv);
+    ptx::wgmma_settle(dk);
+    // Once all consumers are done with dS, and the adders with dQ, dV and dK go there.
+    ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+    ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
+    stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
+    stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);
+    ptx::fence_proxy_shared();
+    ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
+    store_gradients(args, shared, bwd_take_work(shared, tile_ring), consumer() * ptx::kWarpgroupThreads + thread);
+    bwd_leave_work(shared, tile_ring, lane);
+  }
+  if (elected()) ptx::tma_store_wait_read();  // shared memory must outlive the reads
+}
+
+}  // namespace flashsdpa

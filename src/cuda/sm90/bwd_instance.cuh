@@ -1,0 +1,27 @@
+// One head-dim class of the backward kernel, both dtypes: what each bwd_d*.cu instantiates.
+#pragma once
+
+#include "bwd_instances.h"
+#include "bwd_kernel.cuh"
+#include "shared_memory.h"
+
+namespace flashsdpa {
+
+template <DType kType, int kDim, int kDimV>
+const char* bwd_launch_instance(const BwdArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
+  using Tile = BwdTile<kDim, kDimV>;
+  const auto kernel = flashsdpa_bwd_sm90<kType, kDim, kDimV>;
+  static SharedMemoryGrant grant;
+  if (const char* error = grant.ask(kernel, Tile::kSharedBytes, device)) return error;
+  kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
+  return error_text(cudaGetLastError());
+}
+
+template <int kDim, int kDimV>
+constexpr BwdInstance bwd_make_instance() {
+  using Tile = BwdTile<kDim, kDimV>;
+  return {Tile::kBlockM, Tile::kBlockN, Tile::kStages, Tile::kConsumers, kDim, Tile::kByKeys,
+          bwd_launch_instance<DType::kBFloat16, kDim, kDimV>, bwd_launch_instance<DType::kFloat16, kDim, kDimV>};
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,26 @@
+// The compiled kernels of the backward pass: one translation unit for each head-dim class, one for the row kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../params.h"
+#include "bwd_args.h"
+
+namespace flashsdpa {
+
+struct BwdInstance {
+  int block_m, block_n, stages, consumers;
+  int dim;       // the class: columns of q and k
+  bool by_keys;  // so that dQ is summed as queries x columns; else as columns x queries
+  // `blocks` thread blocks of the current device share the tiles. Null, or an error text.
+  const char* (*launch_bfloat16)(const BwdArgs& args, uint32_t blocks, int device, cudaStream_t stream);
+  const char* (*launch_float16)(const BwdArgs& args, uint32_t blocks, int device, cudaStream_t stream);
+};
+
+extern const BwdInstance kBwdD64, kBwdD96, kBwdD128, kBwdD192V128, kBwdD192, kBwdD256;
+
+// flashsdpa_bwd_pre_sm90 and flashsdpa_bwd_post_sm90, over `blocks` blocks of queries.
+const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, uint32_t blocks, cudaStream_t stream);
+const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, uint32_t blocks, cudaStream_t stream);
+
+}  // namespace flashsdpa

@@ -1,0 +1,32 @@
+// From scores to P and dS, in the accumulator layout of wgmma (see fwd_softmax.cuh), for both arrangements of the
+// backward: rows of a lane are keys and columns queries, or rows are queries and columns keys.
+#pragma once
+
+#include "../../ptx/arithmetic.cuh"
+#include "bwd_shared.cuh"
+#include "fwd_softmax.cuh"
+
+namespace flashsdpa {
+
+// The stats of one block of queries, in shared memory.
+template <int kBlockM>
+struct BwdStats {
+  uint32_t base;
+  __device__ uint32_t shift(int query) const { return base + 4 * query; }
+  __device__ uint32_t delta(int query) const { return base + 4 * (kBlockM + query); }
+  __device__ uint32_t high(int query) const { return base + 4 * (2 * kBlockM + query); }
+  // Whether any row of the block has a log-sum-exp that must be taken off before anything else; for the whole warp.
+  __device__ bool coarse(int lane) const {
+    return __any_sync(0xffffffffu, ptx::load_shared_float(base + 4 * (kBwdStats * kBlockM + lane % kBwdFlags)) != 0.f);
+  }
+};
+
+// A score of a row with `high`, so that scaled, less the row's shift, it is what it should be. The scaled score is
+// rounded as the log-sum-exp was: their difference may be far smaller than one rounding of either. It is not positive
+// but by rounding, which at this magnitude may be more than exp2 can hold.
+__device__ inline float coarse_score(const BwdArgs& args, float score, float high) {
+  const float below = fminf(ptx::subtract(score * args.scale, high), 0.f) * args.inverse_scale;
+  return high == 0.f ? score : below;
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,79 @@
+// Compile-time shape of the backward kernel for each head-dim class: tiles, stages, registers, shared memory.
+//
+// Up to 128 columns a consumer warpgroup owns 64 keys (`kByKeys`): scores, dK and dV of these keys are its own, P and dS
+// stay in its registers. Beyond, dK and dV of 64 keys would not fit its registers, and it owns columns instead:
+// consumers share the keys of the scores, and P and dS go through shared memory.
+#pragma once
+
+#include "bwd_args.h"
+#include "fwd_tiles.h"
+
+namespace flashsdpa {
+
+struct BwdChoice {
+  int block_m, block_n, consumers;
+  int stages;           // of Q
+  int stages_grad_out;  // of dO
+};
+
+constexpr BwdChoice bwd_choice(int dim) {
+  if (dim <= 64) return {.block_m = 128, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
+  if (dim <= 128) return {.block_m = 64, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
+  if (dim <= 192) return {.block_m = 64, .block_n = 96, .consumers = 3, .stages = 2, .stages_grad_out = 2};
+  return {.block_m = 64, .block_n = 80, .consumers = 2, .stages = 2, .stages_grad_out = 1};
+}
+
+template <int kDimClass, int kDimVClass>
+struct BwdTile {
+  static constexpr BwdChoice kChoice = bwd_choice(kDimClass);
+  static constexpr int kDim = kDimClass, kDimV = kDimVClass;
+  static constexpr int kBlockM = kChoice.block_m, kBlockN = kChoice.block_n;
+  static constexpr int kConsumers = kChoice.consumers;
+  static constexpr int kStages = kChoice.stages, kStagesGradOut = kChoice.stages_grad_out;
+  static constexpr bool kByKeys = kDim <= 128;
+  static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
+
+  // The last two warps of the producer warpgroup load; where dQ is staged, each of the others adds one consumer's.
+  static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
+  static constexpr int kLoaders = 64;
+  static constexpr int kAdders = kByKeys ? kConsumers : 0;  // warps
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * ptx::kWarpgroupThreads <= 64 * 1024);
+
+  // Boxes of 64 columns; the last one of class 96 is half used.
+  static constexpr int kBoxes = (kDim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kBoxesV = (kDimV + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kQueryBoxBytes = kBlockM * kBoxRowBytes, kKeyBoxBytes = kBlockN * kBoxRowBytes;
+  static constexpr int kQBytes = kBoxes * kQueryBoxBytes, kGradOutBytes = kBoxesV * kQueryBoxBytes;  // of one stage
+  static constexpr int kKBytes = kBoxes * kKeyBoxBytes, kVBytes = kBoxesV * kKeyBoxBytes;
+  static_assert(kQueryBoxBytes % 1024 == 0 && kKeyBoxBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+  // One buffer of P or dS: boxes of kBlockN keys x 64 queries (by keys), or of kBlockM queries x 64 keys.
+  static constexpr int kScoreBytes =
+      kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
+  // One consumer's share of dQ on its way to the adders.
+  static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
+  static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
+
+  // Shared memory, from a base aligned to 1024 bytes. By keys: two buffers of dS, then dQ, and when a tile is done dV and
+  // dK take their place. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
+  static constexpr int kKOffset = 0;
+  static constexpr int kVOffset = kKOffset + kKBytes;
+  static constexpr int kQOffset = kVOffset + kVBytes;
+  static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
+  static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
+  static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
+  static constexpr int kStatsOffset = kPieceOffset + kAdders * kPieceBytes;
+  static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
+  static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
+  static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);
+  static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdFlags, kStatsBytes = kStatsFloats * int(sizeof(float));
+  static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;  // a word for each stage: see bwd_visit_word
+  static constexpr int kBarrierOffset = kVisitOffset + kStages * 8;
+  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 2 * kAdders + 2 * kTileSlots;
+  static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
+  static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);
+};
+
+}  // namespace flashsdpa

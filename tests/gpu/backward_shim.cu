@@ -1,0 +1,41 @@
+// The backward launcher with flat arguments, for tests that build it without torch. `tensors`: grad_out, q, k, v, out,
+// dq, dk, dv, with four strides each in `strides`. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`:
+// lo, hi. With `scratch` null, returns the bytes that it needs in *scratch_bytes.
+#include "src/cuda/launchers.h"
+
+using namespace flashsdpa;
+
+extern "C" __attribute__((visibility("default"))) const char* backward(
+    void* const* tensors, const int64_t* strides, const void* lse, const void* grad_lse, const int64_t* sizes,
+    const int64_t* band, int bfloat16, double scale, int deterministic, void* scratch, int64_t* scratch_bytes, void* stream) {
+  BackwardParams b{};
+  b.problem.batch = sizes[0];
+  b.problem.heads_q = sizes[1];
+  b.problem.heads_kv = sizes[2];
+  b.problem.seq_q = sizes[3];
+  b.problem.seq_k = sizes[4];
+  b.problem.dim = sizes[5];
+  b.problem.dim_v = sizes[6];
+  b.problem.dtype = bfloat16 ? DType::kBFloat16 : DType::kFloat16;
+  b.problem.scale = scale;
+  b.problem.band = {band[0], band[1]};
+  ConstView* const inputs[5] = {&b.grad_out, &b.q, &b.k, &b.v, &b.out};
+  View* const gradients[3] = {&b.dq, &b.dk, &b.dv};
+  const auto fill = [&](auto* view, int i) {
+    view->data = tensors[i];
+    for (int axis = 0; axis < 4; ++axis) view->stride[axis] = strides[4 * i + axis];
+  };
+  for (int i = 0; i < 5; ++i) fill(inputs[i], i);
+  for (int i = 0; i < 3; ++i) fill(gradients[i], 5 + i);
+  b.lse = lse;
+  b.grad_lse = grad_lse;
+  b.deterministic = deterministic;
+  b.scratch = scratch;
+  if (!scratch) {
+    *scratch_bytes = scratch_backward_sm90(&b);
+    return nullptr;
+  }
+  Launch launch;
+  launch.stream = stream;
+  return launch_backward_sm90(&b, launch);
+}
