@@ -22,9 +22,4 @@ uint32_t pack(float low, float high) {
   return emulation::to_half(low, kBFloat16) | static_cast<uint32_t>(emulation::to_half(high, kBFloat16)) << 16;
 }
 
-template <bool kBFloat16>
-float unpack(uint16_t element) {
-  return emulation::to_float(element, kBFloat16);
-}
-
 }  // namespace flashsdpa::ptx
