@@ -19,6 +19,10 @@ OPTIONS = ["-std=c++20", "-O2", "-march=native", "-fPIC", "-fvisibility=hidden",
 LAUNCH = re.compile(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\(", re.DOTALL)
 
 
+class BuildFailed(Exception):
+    """A source that does not compile: tools/mutants tells it from a test that fails."""
+
+
 def copy_sources(folder):
     """src with the emulated PTX layer, tests/gpu, and the emulator, under `folder`."""
     ignore = shutil.ignore_patterns("cpu", "binding", "__pycache__")
@@ -41,7 +45,8 @@ def build(folder, sources, program=False):
     def compile_one(path):
         done = subprocess.run([*compiler, *OPTIONS, *include, "-x", "c++", "-c", path.relative_to(folder), "-o", f"{path.stem}.o"],
                               cwd=folder, capture_output=True, text=True, timeout=600)  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        if done.returncode:
+            raise BuildFailed(done.stderr)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, files))

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <utility>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -73,11 +72,6 @@ T __shfl_down_sync(uint32_t mask, T value, int step) {
   const int lane = lane_of_thread();
   return __shfl_sync(mask, value, lane + step < emulation::kWarp ? lane + step : lane);
 }
-template <typename T>
-T __shfl_up_sync(uint32_t mask, T value, int step) {
-  const int lane = lane_of_thread();
-  return __shfl_sync(mask, value, lane >= step ? lane - step : lane);
-}
 inline uint32_t __ballot_sync(uint32_t mask, bool vote) {
   const auto& votes = emulation::gather(mask, vote);
   uint32_t ballot = 0;
@@ -89,7 +83,6 @@ inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vo
 inline void __syncwarp(uint32_t mask = 0xffffffffu) { emulation::gather(mask, 0); }
 inline void __syncthreads() { emulation::barrier_sync(0, static_cast<int>(blockDim.x)); }
 
-inline void __threadfence() {}
 inline void __nanosleep(uint32_t) { emulation::yield(); }
 
 template <typename T>
@@ -98,10 +91,6 @@ T atomicAdd(T* address, T value) {
   *address = before + value;
   return before;
 }
-template <typename T>
-T atomicExch(T* address, T value) {
-  return std::exchange(*address, value);
-}
 
 template <typename T>
 T __ldg(const T* address) {
@@ -109,10 +98,6 @@ T __ldg(const T* address) {
 }
 inline uint32_t __float_as_uint(float x) { return from_word<uint32_t>(to_word(x)); }
 inline float __uint_as_float(uint32_t x) { return from_word<float>(x); }
-inline int __float_as_int(float x) { return from_word<int>(to_word(x)); }
 inline float __int_as_float(int x) { return from_word<float>(to_word(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
-  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift & 31));
-}

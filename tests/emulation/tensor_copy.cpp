@@ -34,9 +34,9 @@ uint32_t swizzled(uint32_t address, int mode) {
   return mode == CU_TENSOR_MAP_SWIZZLE_NONE ? address : address ^ ((address >> 7) & ((1u << mode) - 1)) << 4;
 }
 
-// Calls visit(shared address, global address or null outside the tensor, bytes) for each piece of up to 16 bytes of one row.
+// Calls visit(shared address, global address or null outside the tensor) for each element of a box.
 template <typename Visit>
-void for_each_piece(const Map& m, uint32_t shared, const BoxPlace& at, const Visit& visit) {
+void for_each_element(const Map& m, uint32_t shared, const BoxPlace& at, const Visit& visit) {
   const uint32_t row_bytes = m.box[0] * m.element_bytes;
   uint32_t rows = 1;
   for (int axis = 1; axis < m.rank; ++axis) rows *= m.box[axis];
@@ -120,7 +120,7 @@ void load_box(uint32_t shared, const CUtensorMap* map, const BoxPlace& at, uint3
   check_shared(shared, 128);
   check_barrier(*block, barrier);
   schedule([=] {
-    for_each_piece(m, shared, at, [&](uint32_t address, const uint8_t* source) {
+    for_each_element(m, shared, at, [&](uint32_t address, const uint8_t* source) {
       uint8_t* target = shared_bytes(*block, address, m.element_bytes, true);
       if (source) {
         std::memcpy(target, source, m.element_bytes);
@@ -137,7 +137,7 @@ void store_box(const CUtensorMap* map, uint32_t shared, const BoxPlace& at, Stor
   Block* block = current().block;
   check_shared(shared, 128);
   schedule_store([=] {
-    for_each_piece(m, shared, at, [&](uint32_t address, uint8_t* target) {
+    for_each_element(m, shared, at, [&](uint32_t address, uint8_t* target) {
       const uint8_t* source = shared_bytes(*block, address, m.element_bytes, true);
       if (target) put(target, source, m.element_bytes, kind);
     });
