@@ -33,7 +33,7 @@ def fixed_order():
         torch.use_deterministic_algorithms(False)
 
 
-IMPLEMENTATIONS = {  # name: (forward call, context of the forward, context of the backward)
+IMPLEMENTATIONS = {  # name in the table: (forward call, context of the forward, context of the backward)
     "flashsdpa": (forward.sdpa, measure.ours, contextlib.nullcontext),
     "flashsdpa-det": (forward.sdpa, measure.ours, fixed_order),
     "stock": (forward.sdpa, measure.stock, contextlib.nullcontext),
@@ -63,7 +63,8 @@ def run_case(case, rounds):
     rows, calls, grad_out = [], {}, None
     for name, (call, context, backward_context) in IMPLEMENTATIONS.items():
         row = {"group": "gqa" if case.heads_kv else "dense", "case": case.name, "dtype": str(case.dtype).removeprefix("torch."),
-               "pass": "bwd", "impl": name}  # fmt: skip
+               "pass": "bwd", "impl": name.removesuffix("-det")}  # fmt: skip
+        row |= {"note": "deterministic"} if name.endswith("-det") else {}
         rows.append(row)
         try:
             with context():
@@ -91,8 +92,8 @@ def run_case(case, rounds):
             with context():
                 if repeats is None:
                     run()
-                    repeats = max(2, min(50, int(10 / forward.elapsed_ms(run, 2))))
-                ms = forward.elapsed_ms(run, repeats)
+                    repeats = max(2, min(50, int(10 / gpu.elapsed_ms(run, 2))))
+                ms = gpu.elapsed_ms(run, repeats)
             if turn >= 0:
                 times[name].append(ms)
     for name, (_, _, row) in calls.items():
@@ -105,7 +106,7 @@ def table(rows):
     lines = [f"{'case':34}" + "".join(f"{name:>14}" for name in IMPLEMENTATIONS)]
     cells = {}
     for row in rows:
-        cells.setdefault(row["case"], {})[row["impl"]] = row
+        cells.setdefault(row["case"], {})[row["impl"] + ("-det" if row.get("note") == "deterministic" else "")] = row
     for case, by_name in cells.items():
         numbers = (by_name.get(name, {}).get("tflops") for name in IMPLEMENTATIONS)
         lines.append(f"{case:34}" + "".join(f"{'-' if n is None else f'{n:.0f}':>14}" for n in numbers))

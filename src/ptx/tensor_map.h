@@ -48,9 +48,16 @@ bool encode_boxes(CUtensorMap* map, CUtensorMapDataType type, const void* data, 
   const auto encoder = tensor_map_encoder();
   if (!encoder) return false;
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  return encoder(map, type, kRank, const_cast<void*>(data), sizes, strides, box, element_strides,
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const auto encoded = [&] {
+    return encoder(map, type, kRank, const_cast<void*>(data), sizes, strides, box, element_strides,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  };
+  if (encoded()) return true;
+  // The driver asks for a current context. A thread that has not used the device yet has none: autograd's, at the first
+  // backward of a process. The runtime gives it one.
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess && encoded();
 }
 
 inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorMapShape& s) {

@@ -2,6 +2,8 @@
 additions, streams, capture, size. Everything is made on the GPU, also the float64 reference."""
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -372,6 +374,15 @@ def test_through_sdpa(dim):
     for is_causal, heads in ((False, (4, 2)), (True, (2, 2))):
         case = Case(f"sdpa-{dim}", 2, heads, (200, 300), (dim, dim), torch.bfloat16, call=Call(is_causal=is_causal))
         check(inputs(case, "cuda"), case.call, run=run_sdpa)
+
+
+def test_the_first_work_of_autograds_thread():
+    """That thread has no CUDA context before; the memory comes from the caches, so nothing else makes one."""
+    code = ("import torch; from torch_flashsdpa._loader import binding; binding(); x = torch.empty(2**26, device='cuda'); del x;"
+            "q = torch.ones(1, 1, 64, 64, device='cuda', dtype=torch.float16, requires_grad=True);"
+            "torch.ops.flashsdpa.forward(q, q, q)[0].backward(torch.ones_like(q)); print(q.grad.float().mean().item())")
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert answer.stdout.strip() == "1.0", answer.stderr
 
 
 def test_gradients_follow_the_layout_of_their_inputs():
