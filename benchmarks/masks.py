@@ -120,6 +120,7 @@ def fa3(case, q, k, v, mask):
 
 def flex(case):
     """FlexAttention compiled for the case; what it needs of the mask is made here, outside the time."""
+    torch.compiler.reset()  # or the cases before count towards the limit of recompilations
     compiled = torch.compile(flex_attention, dynamic=False)
     if case.is_bias:
         def call(case, q, k, v, mask):

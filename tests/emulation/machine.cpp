@@ -359,6 +359,8 @@ void run_grid(Index grid, Index block, uint32_t shared_bytes, const std::functio
   machine.pending.clear();
 }
 
+thread_local bool has_context = false;
+
 }  // namespace emulation
 
 // --- the runtime ------------------------------------------------------------------------------------------------------
@@ -374,6 +376,10 @@ cudaError_t cudaGetLastError() { return emulation::machine.failure.empty() ? cud
 const char* cudaGetErrorString(cudaError_t) { return emulation::machine.failure.c_str(); }
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) {
+  emulation::has_context = true;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

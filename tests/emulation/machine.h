@@ -114,6 +114,9 @@ void barrier_sync(int id, int threads);
 MBarrier& mbarrier(Block& block, uint32_t address);
 void mbarrier_arrived(Block& block, uint32_t address, uint32_t arrivals, int64_t bytes);
 
+// A CUDA context is current in this thread of the operating system; the driver's calls ask for one.
+extern thread_local bool has_context;
+
 void run_grid(Index grid, Index block, uint32_t shared_bytes, const std::function<void()>& kernel);
 
 }  // namespace emulation

@@ -106,6 +106,7 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
   }
   const uint32_t row_bytes = m.box[0] * m.element_bytes, span = 16u << swizzle;
   valid = valid && row_bytes % 16 == 0 && (swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || row_bytes <= span);
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   if (!valid) return CUDA_ERROR_INVALID_VALUE;
   *map = {};
   std::memcpy(map, &m, sizeof m);

@@ -59,76 +59,74 @@ struct FwdBits {
   }
 };
 
-// An additive mask of one block: 16 rows of each warp, as they are in memory, in shared memory.
-//
-// The warp copies them while the block's product runs. Row r's 16-byte chunks are permuted, so that the 8 rows of a fragment, 256
-// or 512 bytes apart, lie in different banks.
-template <typename Tile>
-struct FwdValues {
-  static constexpr int kRows = 16;  // of a warp
-  uint32_t shared;                  // this warp's
-  bool wide;                        // float32, else q's type
-  int row_bytes;
+constexpr int kMaskRows = 16;  // of a warp
 
-  __device__ void start(const FwdMask& mask, uint32_t consumer_shared, int warp) {
-    wide = mask.dtype == DType::kFloat32;
-    row_bytes = Tile::kBlockN * (wide ? 4 : 2);
-    shared = consumer_shared + warp * kRows * Tile::kBlockN * 4;
-  }
-  __device__ uint32_t address(int row, int byte) const {
-    const int swizzle = wide ? row % 4 * 2 : row % 8;
-    return shared + row * row_bytes + (byte / 16 ^ swizzle) * 16 + byte % 16;
+// An additive mask of one block: 16 rows of each warp, as they are in memory, in shared memory. kSize: bytes of a value, 4 for
+// float32, else 2 and q's type.
+//
+// The warp copies them while the block's product runs. Row r's 16-byte chunks are permuted, so that the 8 rows of a fragment, 128
+// to 512 bytes apart, lie in different banks.
+template <typename Tile, int kSize>
+struct FwdValues {
+  static constexpr int kRowBytes = Tile::kBlockN * kSize, kChunks = kRowBytes / 16;
+  uint32_t shared;  // this warp's, a multiple of kRowBytes
+
+  __device__ static int swizzle(int row) { return kSize == 4 ? row % 4 * 2 : row % 8; }
+  __device__ uint32_t chunk_address(int row, int chunk) const {
+    return shared + row * kRowBytes + (chunk ^ swizzle(row)) * 16;
   }
 
   // Starts the copy of block n. query(r): of the warp's row r. The lanes have read what was there before.
   template <typename Query>
   __device__ void load(const FwdMask& mask, int64_t plane, int n, int lane, const Query& query) const {
-    const int first = n * Tile::kBlockN, size = wide ? 4 : 2;
+    const int first = n * Tile::kBlockN;
     const auto row_start = [&](int r) { return plane + min(query(r), mask.queries - 1) * mask.stride_query; };
     if (mask.vectors) {
-      const int chunks = row_bytes / 16, elements = 16 / size;
-#pragma unroll 1
-      for (int i = lane; i < kRows * chunks; i += ptx::kWarpLanes) {
-        const int row = i / chunks, column = first + i % chunks * elements;
-        const int there = clamp_to(mask.keys - column, 0, elements);
-        const char* source = static_cast<const char*>(mask.values) + (row_start(row) + (there ? column : 0)) * size;
-        ptx::copy_async_16(address(row, i % chunks * 16), source, there * size);
+      constexpr int kElements = 16 / kSize, kPassRows = ptx::kWarpLanes / kChunks;
+      const int chunk = lane % kChunks, column = first + chunk * kElements;
+      const int there = clamp_to(mask.keys - column, 0, kElements);
+      const char* source = static_cast<const char*>(mask.values) + (there ? column * kSize : 0);
+#pragma unroll 4
+      for (int row = lane / kChunks; row < kMaskRows; row += kPassRows) {
+        ptx::copy_async_16(chunk_address(row, chunk), source + row_start(row) * kSize, there * kSize);
       }
       return;
     }
-    const int words = row_bytes / 4;
+    constexpr int kWords = kRowBytes / 4;
 #pragma unroll 1
-    for (int i = lane; i < kRows * words; i += ptx::kWarpLanes) {
-      const int row = i / words, column = first + i % words * 4 / size;
+    for (int i = lane; i < kMaskRows * kWords; i += ptx::kWarpLanes) {
+      const int row = i / kWords, column = first + i % kWords * 4 / kSize;
       const auto at = [&](int c) { return row_start(row) + min(c, mask.keys - 1) * mask.stride_key; };
       uint32_t word;
-      if (wide) {
+      if constexpr (kSize == 4) {
         word = __ldg(static_cast<const uint32_t*>(mask.values) + at(column));
       } else {
         const auto* values = static_cast<const uint16_t*>(mask.values);
         word = __ldg(values + at(column)) | uint32_t(__ldg(values + at(column + 1))) << 16;
       }
-      ptx::store_shared_4(address(row, i % words * 4), word);
+      ptx::store_shared_4(chunk_address(row, i % kWords / 4) + i % 4 * 4, word);
     }
   }
 
-  // Adds the values to the scores, which are scaled already; -inf removes a score, also one that is NaN.
-  template <bool kBFloat16, int kCount>
-  __device__ void add(int lane, float (&s)[kCount]) const {
+  // act(score, value) for all scores of the lane.
+  template <bool kBFloat16, int kCount, typename Act>
+  __device__ void for_each(int lane, float (&s)[kCount], const Act& act) const {
     ptx::copy_async_wait();
     __syncwarp();
-    const auto put = [&](int i, float value) { s[i] = value == kMinusInfinity ? kMinusInfinity : s[i] + value; };
+    const int row = lane / 4;  // and 8 rows on, which are permuted alike
+    const uint32_t address = shared + row * kRowBytes + swizzle(row) * 16 + lane % 4 * 2 * kSize;
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
-      const int row = lane / 4 + 8 * score_row(i), column = score_column(i) + 2 * (lane % 4);
-      if (wide) {
-        const uint2 pair = ptx::load_shared_8(address(row, 4 * column));
-        put(i, __uint_as_float(pair.x));
-        put(i + 1, __uint_as_float(pair.y));
+      // Eight columns are 8 * kSize bytes; the chunk's number is all that the permutation changes.
+      const uint32_t at = (address ^ i / 4 * 8 * kSize) + score_row(i) * 8 * kRowBytes;
+      if constexpr (kSize == 4) {
+        const uint2 pair = ptx::load_shared_8(at);
+        act(s[i], __uint_as_float(pair.x));
+        act(s[i + 1], __uint_as_float(pair.y));
       } else {
-        const uint32_t pair = ptx::load_shared_4(address(row, 2 * column));
-        put(i, ptx::unpack<kBFloat16>(uint16_t(pair)));
-        put(i + 1, ptx::unpack<kBFloat16>(uint16_t(pair >> 16)));
+        const uint32_t pair = ptx::load_shared_4(at);
+        act(s[i], ptx::unpack<kBFloat16>(uint16_t(pair)));
+        act(s[i + 1], ptx::unpack<kBFloat16>(uint16_t(pair >> 16)));
       }
     }
   }
@@ -143,6 +141,8 @@ struct BlockMask {  // without a mask: all there is to know is the number, which
   __device__ bool more(int n, int first) const { return n >= first; }
   template <bool kBFloat16, int kCount>
   __device__ void apply(const FwdArgs&, float (&)[kCount]) const {}
+  template <bool kBFloat16, int kCount>
+  __device__ void remove(const FwdArgs&, float (&)[kCount]) const {}
 };
 
 template <typename Tile>
@@ -154,11 +154,20 @@ struct BlockMask<Tile, true> {
   bool final;
   GranuleClass kind;
   FwdBits<Tile> bits;
-  FwdValues<Tile> values;
+  const uint32_t values_shared;  // this warp's
 
-  __device__ BlockMask(const FwdArgs& args, uint32_t values_shared, int thread)
-      : warp(thread / ptx::kWarpLanes), lane(thread % ptx::kWarpLanes) {
-    values.start(args.mask, values_shared, warp);
+  __device__ BlockMask(const FwdArgs&, uint32_t consumer_values, int thread)
+      : warp(thread / ptx::kWarpLanes),
+        lane(thread % ptx::kWarpLanes),
+        values_shared(consumer_values + warp * kMaskRows * Tile::kBlockN * 4) {}
+  // act(values of the type that the mask has)
+  template <typename Act>
+  __device__ void with_values(const FwdArgs& args, const Act& act) const {
+    if (args.mask.dtype == DType::kFloat32) {
+      act(FwdValues<Tile, 4>{values_shared});
+    } else {
+      act(FwdValues<Tile, 2>{values_shared});
+    }
   }
   // `row`: the consumer's first query.
   __device__ void start(const FwdArgs& args, const FwdWork& work, int row) {
@@ -168,7 +177,7 @@ struct BlockMask<Tile, true> {
     final = false;
   }
   __device__ int query(const FwdArgs& args, int row_of_warp) const {
-    const int row = warp * FwdValues<Tile>::kRows + row_of_warp;
+    const int row = warp * kMaskRows + row_of_warp;
     return first_query + (Tile::kFew ? row / args.few.pack : row);
   }
   // The word that came with the block of K. What the mask has to say is asked for at once, to arrive under the product.
@@ -179,7 +188,10 @@ struct BlockMask<Tile, true> {
     kind = block.of(consumer);
     if (kind == kMixed && !args.mask.values) kind = kBits;  // a plan alone: of values only what they remove is known
     bits.load(args.mask, plan, kind, {query(args, lane / 4), query(args, lane / 4 + 8)}, n);
-    if (kind == kMixed) values.load(args.mask, plane, n, lane, [&](int r) { return query(args, r); });
+    if (kind == kMixed) {
+      __syncwarp();  // the values of the block before have been read
+      with_values(args, [&](auto values) { values.load(args.mask, plane, n, lane, [&](int r) { return query(args, r); }); });
+    }
   }
   __device__ bool more(int, int) const { return !final; }
 
@@ -190,11 +202,23 @@ struct BlockMask<Tile, true> {
       for (float& score : s) score *= args.sign;
     }
     if (kind == kMixed) {
-      values.template add<kBFloat16>(lane, s);
-      __syncwarp();  // before the next block's values take the place of these
+      with_values(args, [&](auto values) {
+        values.template for_each<kBFloat16>(lane, s, [](float& score, float value) { score += value; });
+      });
     } else if (kind != kFull) {
       bits.apply(s, lane);
     }
+  }
+
+  // -inf removes a score also where it is NaN or infinite, which adding it does not: for blocks in which a row's sum is not finite.
+  template <bool kBFloat16, int kCount>
+  __device__ void remove(const FwdArgs& args, float (&s)[kCount]) const {
+    if (kind != kMixed) return;
+    with_values(args, [&](auto values) {
+      values.template for_each<kBFloat16>(lane, s, [](float& score, float value) {
+        if (value == kMinusInfinity) score = kMinusInfinity;
+      });
+    });
   }
 };
 

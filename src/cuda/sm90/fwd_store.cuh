@@ -1,7 +1,9 @@
 // A consumer's epilogue: 64 rows of output, scaled and rounded, to global memory.
 #pragma once
 
+#include "fwd_delays.cuh"
 #include "fwd_load.cuh"
+#include "fwd_shared.cuh"
 #include "fwd_softmax.cuh"
 
 namespace flashsdpa {
@@ -93,6 +95,60 @@ __device__ inline void store_partial(const FwdArgs& args, const float (&o)[Tile:
     for (int i = 2 * half; i < Tile::kDimV / 2; i += 4) {
       const int column = score_column(i) + 2 * (lane % 4);
       if (column < partial.row_floats) *reinterpret_cast<FloatPair*>(out + column) = {o[i], o[i + 1]};
+    }
+  }
+}
+
+// Log-sum-exp of a consumer's rows; if the tile has all their keys.
+template <typename Tile>
+__device__ inline void store_lse(const FwdArgs& args, const OnlineSoftmax& softmax, const FwdWork& work, int consumer,
+                                 int thread) {
+  if (Tile::kFew && args.few.splits > 1) return;
+  const int first_query = work.row + consumer * fwd_queries<Tile>(args);
+  const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
+  if (lane % 4 != 0) return;
+  const int heads_q = Tile::kFew ? args.few.heads_q : args.heads_q;
+  float* lse = args.lse + (int64_t(work.batch) * heads_q + fwd_first_head<Tile>(args, work.head)) * args.seq_q;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const FwdRow at = fwd_row<Tile>(args, work.head, first_query, lane_row + 8 * half);
+    if (at.used) lse[at.further_head * args.seq_q + at.query] = softmax.log_sum_exp(half, args.scale);
+  }
+}
+
+// A consumer's rows of a tile that is done. The sums are reduced and the log-sum-exp is stored already.
+template <typename Tile, bool kBFloat16>
+__device__ inline void store_rows(const FwdArgs& args, const FwdShared<Tile>& shared, const FwdWork& work,
+                                  const OnlineSoftmax& softmax, const float (&o)[Tile::kDimV / 2], int consumer, int thread) {
+  const int first_query = work.row + consumer * fwd_queries<Tile>(args), barrier = int(FwdBarrier::kOut) + consumer;
+  const bool elected = thread == 0;
+  const float factor[2] = {softmax.inverse(0), softmax.inverse(1)};
+  const bool partial = Tile::kFew && args.few.splits > 1;
+  if (!partial && args.out.tma) {
+    // Own staging memory: the store of the tile before must have read it. Q's memory: all warps must be done with Q.
+    fwd_delay(FwdPoint::kStore);
+    if (elected) ptx::tma_store_wait_read();
+    ptx::barrier_sync(barrier, ptx::kWarpgroupThreads);
+    stage_out<Tile, kBFloat16>(shared.out(consumer), o, factor, thread);
+    ptx::fence_proxy_shared();
+    ptx::barrier_sync(barrier, ptx::kWarpgroupThreads);
+    fwd_delay(FwdPoint::kStore);
+    if (elected && first_query < args.seq_q) {
+      store_staged<Tile>(shared.out(consumer), args, first_query, work.head, work.batch);
+    }
+  } else {
+    if (partial) {
+      store_partial<Tile>(args, o, softmax, work, first_query, thread);
+    } else {
+      store_plain<Tile, kBFloat16>(args, o, factor, first_query, work.head, work.batch, thread);
+    }
+    if constexpr (!Tile::kOwnOut) ptx::barrier_sync(barrier, ptx::kWarpgroupThreads);
+  }
+  if constexpr (!Tile::kOwnOut) {
+    if (elected) {
+      ptx::tma_store_wait_read();
+      fwd_delay(FwdPoint::kFree);
+      ptx::mbarrier_arrive(shared.empty_q(0, consumer));
     }
   }
 }

@@ -34,8 +34,8 @@ inline FwdTensor reach(const void* data, const int64_t (&stride)[4], const Tenso
   const auto suits = [](int64_t step) { return step > 0 && step * 2 % kTmaAlign == 0 && step * 2 < kMaxStride; };
   FwdTensor tensor{static_cast<uint16_t*>(const_cast<void*>(data)), stride[0], stride[1], stride[2],
                    static_cast<int32_t>(size.rows), static_cast<int32_t>(size.columns), used(size.batch, stride[0]),
-                   used(size.heads, stride[1]), true, false};
-  if (size.rows == 0) return tensor;  // nothing of it is ever read
+                   used(size.heads, stride[1]), false, false};
+  if (size.rows == 0) return tensor;  // there is no map of nothing
   tensor.tma = reinterpret_cast<uintptr_t>(data) % kTmaAlign == 0 && (size.rows == 1 || suits(stride[2])) &&
                (!tensor.map_head || suits(stride[1])) && (!tensor.map_batch || suits(stride[0]));
   const auto even = [](int64_t length, int64_t step) { return length == 1 || step % 2 == 0; };

@@ -1,0 +1,271 @@
+// A consumer of the forward kernel: 64 rows of a tile, from their scores to their output.
+#pragma once
+
+#include "../../ptx/wgmma.cuh"
+#include "fwd_delays.cuh"
+#include "fwd_mask.cuh"
+#include "fwd_shared.cuh"
+#include "fwd_softmax.cuh"
+#include "fwd_store.cuh"
+
+namespace flashsdpa {
+
+// The consumers take turns in issuing products, in a ring; one alone has nobody to wait for.
+template <int kConsumers>
+struct Turn {
+  int consumer;
+  static constexpr int kThreads = 2 * ptx::kWarpgroupThreads;  // the one that waits and the one that passes
+  __device__ static int id(int c) { return int(FwdBarrier::kTurn) + c; }
+  __device__ void begin() const {
+    if (kConsumers > 1 && consumer == kConsumers - 1) ptx::barrier_arrive(id(0), kThreads);
+  }
+  __device__ void wait() const {
+    if (kConsumers > 1) ptx::barrier_sync(id(consumer), kThreads);
+  }
+  __device__ void pass() const {
+    if (kConsumers > 1) ptx::barrier_arrive(id(consumer + 1 == kConsumers ? 0 : consumer + 1), kThreads);
+  }
+};
+
+template <typename Tile, bool kBFloat16>
+__device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& shared, int consumer, int thread) {
+  constexpr int kBlockN = Tile::kBlockN;
+  const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
+  const bool elected = thread == 0;
+  const float scale_log2 = args.scale * 1.4426950408889634f;
+  const int queries = fwd_queries<Tile>(args);
+  // The queries of this lane's two rows, counted from the consumer's first.
+  const int lane_query = Tile::kFew ? lane_row / args.few.pack : lane_row;
+  const int query_step = Tile::kFew ? (lane_row + 8) / args.few.pack - lane_query : 8;
+  const Turn<Tile::kConsumers> turn{consumer};
+  BlockMask<Tile> block_mask(args, shared.values(consumer), thread);
+  Ring<Tile::kQSlots> q_ring{~0u};  // advances as a tile is entered
+  Ring<Tile::kStages> k_ring, v_ring;
+  Ring<kTileSlots> tile_ring;
+  float s[kBlockN / 2], o[Tile::kDimV / 2] = {};
+  uint32_t p[kBlockN / 16][4] = {};
+  float factor[2];  // by which O shrinks
+
+  FwdWork work = kNoWork;    // the tile whose last P V is still to come
+  OnlineSoftmax softmax;     // of it
+  int row, n;                // of the tile whose scores are computed: the consumer's first query, the key block
+  int plain_from, plain_until;  // the key blocks of which every row here sees every key
+
+  const auto free_stage = [&](uint32_t barrier) {
+    fwd_delay(FwdPoint::kFree);
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  // After S of block n. Q of a tile to come loads while the last softmax and P V of this one are under way.
+  const auto free_scores = [&](const FwdWork& of) {
+    free_stage(shared.empty_k(k_ring.stage()));
+    k_ring.advance();
+    if (Tile::kOwnOut && !block_mask.more(n - 1, of.first)) free_stage(shared.empty_q(q_ring.stage(), consumer));
+  };
+  const auto free_output = [&] {
+    free_stage(shared.empty_v(v_ring.stage()));
+    v_ring.advance();
+  };
+  const auto wait_for_key = [&] {
+    ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
+    fwd_delay(FwdPoint::kKeyThere);
+    block_mask.take(args, shared.block(k_ring.stage()), consumer, n);
+  };
+  const auto wait_for_value = [&] { ptx::mbarrier_wait(shared.full_v(v_ring.stage()), v_ring.phase()); };
+  // S = Q K^T of the stage in turn.
+  const auto issue_scores = [&] {
+    const uint64_t a = ptx::wgmma_operand(shared.q(q_ring.stage(), consumer));
+    const uint64_t b = ptx::wgmma_operand(shared.k(k_ring.stage()));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kDim / 16; ++step) {
+      const int box = step / 4, within = step % 4 * 32;  // 16 columns are 32 bytes, a box has four times 16
+      ptx::Wgmma<kBlockN>::template ss<kBFloat16, 0>(s, ptx::wgmma_advance(a, box * Tile::kQueryBoxBytes + within),
+                                                     ptx::wgmma_advance(b, box * Tile::kKeyBoxBytes + within),
+                                                     step > 0);
+    }
+    ptx::wgmma_commit();
+  };
+  // O += P V of the stage in turn.
+  const auto issue_output = [&] {
+    const uint64_t b = ptx::wgmma_operand(shared.v(v_ring.stage()), Tile::kKeyBoxBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      ptx::Wgmma<Tile::kDimV>::template rs<kBFloat16, 1>(o, p[step],
+                                                         ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), 1);
+    }
+    ptx::wgmma_commit();
+  };
+
+  // All that is not done to every block; a scale that is not positive makes every block one of these.
+  const bool same_sign = Tile::kMasked || args.sign == 1.f;
+  const auto mask = [&] {
+    block_mask.template apply<kBFloat16>(args, s);
+    if (n < plain_until && n >= plain_from) return;
+    if (!same_sign) {
+#pragma unroll
+      for (float& score : s) score *= args.sign;
+    }
+    const int first_column = n * kBlockN + 2 * (lane % 4), query = row + lane_query;
+    const int last[2] = {min(query + args.band_hi, args.seq_k - 1) - first_column,
+                         min(query + query_step + args.band_hi, args.seq_k - 1) - first_column};
+    mask_after(s, last);
+    if (n < plain_from) {
+      const int first[2] = {query + args.band_lo - first_column, query + query_step + args.band_lo - first_column};
+      mask_before(s, first);
+    }
+  };
+  // The sums are complete while the last P V is still under way.
+  const auto close_sums = [&] {
+    softmax.reduce();
+    store_lse<Tile>(args, softmax, work, consumer, thread);
+  };
+  const auto store = [&] { store_rows<Tile, kBFloat16>(args, shared, work, softmax, o, consumer, thread); };
+
+  const auto next_tile = [&] {
+    ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
+    const FwdWork next = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
+    __syncwarp();
+    free_stage(shared.empty_tile(tile_ring.stage()));
+    tile_ring.advance();
+    return next;
+  };
+  // Waits for what the first scores of a tile need.
+  const auto enter = [&](const FwdWork& next) {
+    row = next.row + consumer * queries;
+    n = next.last - 1;
+    plain_until = same_sign ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
+    plain_from = (clamp_to(row + queries - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
+    block_mask.start(args, next, row);
+    q_ring.advance();
+    ptx::mbarrier_wait(shared.full_q(q_ring.stage(), consumer), q_ring.phase());
+    wait_for_key();
+  };
+  uint32_t next_p[kBlockN / 16][4];
+  // P of the first block of a tile, which has no reference yet and nothing to shrink.
+  const auto first_softmax = [&](const FwdWork& of, OnlineSoftmax& sums) {
+    free_scores(of);
+    mask();
+    block_mask.template remove<kBFloat16>(args, s);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sums.sum[r] = sums.template raise<kBFloat16>(r, s, scale_log2, next_p, factor[r]);
+  };
+
+  if constexpr (Tile::kFew) {
+    zero_unused_rows<Tile>(shared.q(0, consumer), args.few.pack * args.few.queries, thread);
+    ptx::fence_proxy_shared();
+    ptx::barrier_sync(int(FwdBarrier::kOut) + consumer, ptx::kWarpgroupThreads);
+  }
+  const auto start_output = [&] {
+#pragma unroll
+    for (float& value : o) value = 0.f;
+#pragma unroll
+    for (int i = 0; i < kBlockN / 4; ++i) p[i / 4][i % 4] = ptx::wgmma_register_copy(next_p[i / 4][i % 4]);
+  };
+  // From the second block of a tile on: its S, and P V of the block before.
+  const auto further_blocks = [&] {
+#pragma unroll 1
+    for (--n; block_mask.more(n, work.first); --n) {
+      wait_for_key();
+      turn.wait();
+      issue_scores();
+      wait_for_value();
+      issue_output();
+      turn.pass();
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(s);
+      free_scores(work);
+      mask();
+      // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the exponentials
+      // before the wait for it: within a straight run of instructions the compiler moves the wait up.
+      bool raised = false;  // for the whole warp; O, which P V still writes, shrinks after the wait
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = 1.f;
+        float total = softmax.template exponentiate<kBFloat16>(r, s, scale_log2, next_p);
+        if (!softmax.within_range(total)) {
+          block_mask.template remove<kBFloat16>(args, s);
+          raised = true;
+          total = softmax.template raise<kBFloat16>(r, s, scale_log2, next_p, factor[r]);
+        }
+        softmax.sum[r] += total;
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(o);
+      if (raised) {
+#pragma unroll
+        for (int i = 0; i < Tile::kDimV / 2; ++i) o[i] *= factor[score_row(i)];
+      }
+      free_output();
+#pragma unroll
+      for (int i = 0; i < kBlockN / 4; ++i) p[i / 4][i % 4] = ptx::wgmma_register_copy(next_p[i / 4][i % 4]);
+    }
+  };
+
+  // A tile by itself, before and after its further blocks.
+  const auto begin = [&] {
+    enter(work);
+    issue_scores();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(s);
+    softmax = {};
+    first_softmax(work, softmax);
+    start_output();
+  };
+  const auto finish = [&] {
+    wait_for_value();
+    issue_output();
+    close_sums();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(o);
+    free_output();
+    store();
+  };
+  // The end of one tile and the beginning of the next together: as within a tile, S runs with P V of the block before.
+  const auto join = [&](const FwdWork& next) {
+    OnlineSoftmax next_softmax;
+    enter(next);
+    turn.wait();
+    issue_scores();
+    wait_for_value();
+    issue_output();
+    turn.pass();
+    close_sums();
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_settle(s);
+    first_softmax(next, next_softmax);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(o);
+    free_output();
+    store();
+    work = next;
+    softmax = next_softmax;
+    start_output();
+  };
+
+  turn.begin();
+  if constexpr (Tile::kJoined) {
+    work = next_tile();
+    if (!work.end()) {
+      begin();
+      while (true) {
+        further_blocks();
+        const FwdWork next = next_tile();
+        if (next.end()) break;
+        join(next);
+      }
+      finish();
+    }
+  } else {
+    while (true) {
+      work = next_tile();
+      if (work.end()) break;
+      begin();
+      further_blocks();
+      finish();
+    }
+  }
+  if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
+}
+
+}  // namespace flashsdpa

@@ -1,0 +1,102 @@
+// The producer of the forward kernel: takes tiles, and keeps the stages of K and V and the next Q filled.
+#pragma once
+
+#include "fwd_blocks.cuh"
+#include "fwd_delays.cuh"
+#include "fwd_load.cuh"
+#include "fwd_shared.cuh"
+
+namespace flashsdpa {
+
+// kAlone: all tensors go by TMA, and thread 0 does it alone; else the whole warpgroup is here.
+template <typename Tile, bool kAlone>
+__device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& shared, int thread) {
+  // One consumer: mostly decoding, which reads a key once.
+  constexpr ptx::Reuse kKeyReuse = Tile::kConsumers > 1 ? ptx::Reuse::kSoon : ptx::Reuse::kNone;
+  const int queries = fwd_queries<Tile>(args);
+  Ring<Tile::kStages> k_ring, v_ring;
+  Ring<Tile::kQSlots> q_ring;
+  Ring<kTileSlots> tile_ring;
+  uint32_t next = blockIdx.x;
+  while (true) {
+    FwdWork work;
+    std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk> walk;
+    FwdBlock block{-1, 0, false};
+    const auto first_block = [&] {
+      if (work.end()) return;
+      walk.start(args, work);
+      block = walk.step();
+      if (block.none()) {  // nothing to see: one block past the last key, of zeros
+        const int past = (args.seq_k + Tile::kBlockN - 1) / Tile::kBlockN;
+        block = {past, 0, false};
+        work.first = past;
+        work.last = past + 1;
+      }
+    };
+    if (kAlone || thread == 0) {
+      ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
+      work = fwd_work<Tile>(args, next);
+      first_block();
+      fwd_put_work<Tile::kFew>(shared.tile(tile_ring.stage()), work);
+      ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
+    }
+    if constexpr (!kAlone) {
+      ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
+      work = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
+      first_block();
+    }
+    tile_ring.advance();
+    if (work.end()) break;
+    // Claimed as late as hides the latency of the claim: early claims deal out tiles before it is known who gets free.
+    const auto claim = [&] {
+      if (thread == 0) next = fwd_next_tile(args, next);
+    };
+    const int head_kv = work.head / args.group;
+
+    const auto load_k = [&] {
+      const int stage = k_ring.stage();
+      const FwdSlot slot{shared.k(stage), shared.full_k(stage), shared.empty_k(stage), k_ring.phase() ^ 1};
+      if constexpr (Tile::kMasked) {
+        if (thread == 0) {  // who completes `full`, so that the slot cannot be filled and emptied meanwhile
+          ptx::mbarrier_wait(slot.empty, slot.empty_parity);
+          ptx::store_shared_4(shared.block(stage), block.word());
+        }
+      }
+      load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(slot, args.k, &args.map_k, block.n * Tile::kBlockN, head_kv,
+                                                                work.batch, thread);
+      k_ring.advance();
+    };
+    const auto load_v = [&](int n) {
+      const int stage = v_ring.stage();
+      const FwdSlot slot{shared.v(stage), shared.full_v(stage), shared.empty_v(stage), v_ring.phase() ^ 1};
+      load_rows<Tile::kBlockN, Tile::kBoxesV, kKeyReuse, kAlone>(slot, args.v, &args.map_v, n * Tile::kBlockN, head_kv,
+                                                                 work.batch, thread);
+      v_ring.advance();
+    };
+
+    // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory.
+    FwdBlock ahead = walk.step();
+    block.final = ahead.none();
+    load_k();
+#pragma unroll 1
+    for (int c = 0; c < Tile::kConsumers; ++c) {
+      const int stage = q_ring.stage();
+      const FwdSlot slot{shared.q(stage, c), shared.full_q(stage, c), shared.empty_q(stage, c), q_ring.phase() ^ 1};
+      load_queries<Tile, kAlone>(slot, args, work.row + c * queries, work.head, work.batch, thread);
+    }
+    q_ring.advance();
+#pragma unroll 1
+    while (!ahead.none()) {
+      const int last = block.n;
+      block = ahead;
+      ahead = walk.step();
+      block.final = ahead.none();
+      load_k();
+      load_v(last);
+    }
+    claim();
+    load_v(block.n);
+  }
+}
+
+}  // namespace flashsdpa
