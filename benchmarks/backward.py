@@ -1,8 +1,9 @@
 """Unmasked attention backward on the GPU, ours beside torch's backends and a fixed order of additions, in one run.
 
-    python benchmarks/backward.py [--only TEXT] [--rounds N] [--out DIR]
+    python benchmarks/backward.py [--grid auto] [--only TEXT] [--rounds N] [--out DIR]
 
-The cells are those of benchmarks/forward.py's dense grid. Timed is torch.autograd.grad of one recorded forward: all kernels
+The cells are those of benchmarks/forward.py's dense grid. `--grid auto`: forward and backward together, ours and stock alone, over
+the shapes of the table of "auto". Else timed is torch.autograd.grad of one recorded forward: all kernels
 of the backward, the host hidden where they are long. "flashsdpa-det" is ours under torch.use_deterministic_algorithms(True).
 Writes DIR/<date>-<machine>-backward.json. Gradients are held against float64 on the last head before they are timed.
 """
@@ -58,6 +59,40 @@ def last_head_error(case, leaves, grad_out, grads):
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, total))
 
 
+def run_both(case, rounds):
+    """Forward and backward in one time, as a training step sees them."""
+    leaves, grad_out = [t.requires_grad_() for t in case.make()], None
+    rows, times = {}, {"flashsdpa": [], "stock": []}
+    for name in times:
+        rows[name] = {"group": "dense", "case": case.name, "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd+bwd",
+                      "impl": name}  # fmt: skip
+    def run(name):  # noqa: E306
+        call, context, _ = IMPLEMENTATIONS[name]
+        with context():
+            out = call(*leaves, case)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    grad_out = torch.randn(*leaves[0].shape[:3], leaves[2].shape[3], device="cuda", dtype=case.dtype)
+    for name in times:
+        rows[name]["error"] = last_head_error(case, leaves, grad_out, run(name)) if case.seq_q <= 4096 else None
+    if (rows["flashsdpa"]["error"] or 0) > 0.03:
+        rows["flashsdpa"]["note"] = f"failed: error {rows['flashsdpa']['error']:.3g}"
+        return list(rows.values())
+    repeats = max(2, min(50, int(10 / gpu.elapsed_ms(lambda: run("stock"), 2))))
+    for turn in range(-1, rounds):  # the first round warms up
+        for name in list(times) if turn % 2 else list(reversed(times)):
+            ms = gpu.elapsed_ms(lambda name=name: run(name), repeats)
+            if turn >= 0:
+                times[name].append(ms)
+    for name, row in rows.items():
+        row["ms"] = statistics.median(times[name])
+        row["tflops"] = 3.5 * case.flop() / row["ms"] / 1e9
+    ratio, bound = measure.ratio_with_bound(times)
+    rows["flashsdpa"] |= {"ratio": ratio, "ratio_lower_95": bound, "isa": "sm90", "section": "auto",
+                          "shape": {"kind": case.kind, "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq_k}}  # fmt: skip
+    return list(rows.values())
+
+
 def run_case(case, rounds):
     leaves = [t.requires_grad_() for t in case.make()]
     rows, calls, grad_out = [], {}, None
@@ -103,27 +138,28 @@ def run_case(case, rounds):
 
 
 def table(rows):
-    lines = [f"{'case':34}" + "".join(f"{name:>14}" for name in IMPLEMENTATIONS)]
+    lines = [f"{'case':43}" + "".join(f"{name:>14}" for name in IMPLEMENTATIONS)]
     cells = {}
     for row in rows:
-        cells.setdefault(row["case"], {})[row["impl"] + ("-det" if row.get("note") == "deterministic" else "")] = row
+        cells.setdefault(f"{row['case']} {row['dtype']}", {})[row["impl"] + ("-det" if row.get("note") == "deterministic" else "")] = row
     for case, by_name in cells.items():
         numbers = (by_name.get(name, {}).get("tflops") for name in IMPLEMENTATIONS)
-        lines.append(f"{case:34}" + "".join(f"{'-' if n is None else f'{n:.0f}':>14}" for n in numbers))
+        lines.append(f"{case:43}" + "".join(f"{'-' if n is None else f'{n:.0f}':>14}" for n in numbers))
     return "\n".join(lines)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--grid", choices=("dense", "auto"), default="dense")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     rows = []
-    for case in forward.dense():
-        if options.only in case.name:
-            rows += run_case(case, options.rounds)
-            path = gpu.write(rows, options.out, "backward")
+    for case in forward.GRIDS[options.grid]():
+        if options.only in case.name and not (options.grid == "auto" and case.seq_q < 64):  # nobody trains on few queries
+            rows += (run_case if options.grid == "dense" else run_both)(case, options.rounds)
+            path = gpu.write(rows, options.out, "backward" + ("" if options.grid == "dense" else "-auto"))
             print(table(rows).splitlines()[-1], flush=True)
     print(f"{table(rows)}\n{path}")
     failed = [row for row in rows if row["impl"].startswith("flashsdpa") and "ms" not in row]

@@ -1,12 +1,12 @@
 """Dense masks through F.scaled_dot_product_attention on the GPU: ours beside stock, its backends, FlexAttention, and ourselves
 without a mask, in one run.
 
-    python benchmarks/masks.py [--only TEXT] [--rounds N] [--out DIR]
+    python benchmarks/masks.py [--grid auto] [--only TEXT] [--rounds N] [--out DIR]
 
 Every call of ours is cold: it plans its mask, and the plan counts. FlexAttention is compiled and gets its block mask for
 nothing. TFLOP/s are over the pairs that the mask keeps. Rows "is_causal" and "window" say what a call that states its structure
 reaches: ours, and FlashAttention-3 where fa3-fwd is installed. Writes DIR/<date>-<machine>-masks.json. A result is held
-against float64 on sampled rows before it is timed.
+against float64 on sampled rows before it is timed. `--grid auto`: ours and stock alone, over the shapes of the table of "auto".
 """
 
 import argparse
@@ -48,10 +48,17 @@ class Case:
     seq: int
     dim: int = 128
     heads: int = 16
+    few_queries: int = 0  # 0: as many as keys
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def seq_q(self):
+        return self.few_queries or self.seq
 
     @property
     def name(self):
-        return f"D{self.dim} {self.kind} B{self.batch} H{self.heads} S{self.seq}"
+        length = f"Sq{self.seq_q} Sk{self.seq}" if self.few_queries else f"S{self.seq}"
+        return f"D{self.dim} {self.kind} B{self.batch} H{self.heads} {length}"
 
     @property
     def is_bias(self):
@@ -75,21 +82,33 @@ class Case:
         return torch.bucketize(torch.arange(self.seq, device="cuda"), document_ends(self.seq), right=True)
 
     def make_mask(self):
-        rows, cols = torch.arange(self.seq, device="cuda")[:, None], torch.arange(self.seq, device="cuda")
+        rows, cols = torch.arange(self.seq_q, device="cuda")[:, None], torch.arange(self.seq, device="cuda")
         if self.is_bias:
             heads = 1 if self.kind == "bias one head" else self.heads
-            return torch.randn(1, heads, self.seq, self.seq, device="cuda", dtype=torch.bfloat16)
-        keep = self.keep(0, 0, rows, cols).expand(self.seq, self.seq)
-        return keep.expand(self.batch, 1, self.seq, self.seq).contiguous()
+            return torch.randn(1, heads, self.seq_q, self.seq, device="cuda", dtype=self.dtype)
+        keep = self.keep(0, 0, rows, cols).expand(self.seq_q, self.seq)
+        return keep.expand(self.batch, 1, self.seq_q, self.seq).contiguous()
 
     def flop(self):
-        pairs = self.seq**2 if self.is_bias else int(self.make_mask()[0, 0].sum())
+        pairs = self.seq_q * self.seq if self.is_bias else int(self.make_mask()[0, 0].sum())
         return 4 * self.batch * self.heads * pairs * self.dim
 
 
 CASES = [Case(kind, 4, 4096, dim) for dim in (128, 64) for kind in ("causal bool", "half padded", "window 1024", "documents")]
 CASES += [Case(kind, 1, 16384) for kind in ("causal bool", "window 1024", "documents")]
 CASES += [Case(kind, 4, 2048) for kind in ("bias", "bias one head")]
+
+
+def auto_cases():
+    """A mask with much to skip and one with nothing, of which the table keeps the worse; decoding steps with padding too."""
+    for dtype, dims in ((torch.bfloat16, (64, 96, 128, 192, 256)), (torch.float16, (64, 128, 256))):
+        for dim in dims:
+            for batch, seq in ((4, 64), (4, 256), (4, 1024), (2, 4096), (1, 16384)):
+                for kind in ("causal bool", "bias one head"):
+                    yield Case(kind, batch, seq, dim, dtype=dtype)
+            for few, seq in ((1, 256), (1, 2048), (1, 16384), (16, 2048), (64, 8192), (256, 4096)):
+                for kind in ("half padded", "bias one head"):
+                    yield Case(kind, 4, seq, dim, few_queries=few, dtype=dtype)
 
 
 def sdpa(case, q, k, v, mask):
@@ -113,9 +132,7 @@ def stated(case, q, k, v, mask):
 
 def fa3(case, q, k, v, mask):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    window = dict(window_size_left=1023, window_size_right=0) if case.kind == "window 1024" else {}
-    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=case.kind == "causal bool",
-                                 **window)[0].transpose(1, 2)  # fmt: skip
+    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=True)[0].transpose(1, 2)
 
 
 def flex(case):
@@ -134,17 +151,22 @@ def flex(case):
     return call
 
 
-def implementations(case):
+def implementations(case, grid):
     """{name: (implementation of the record, note, call, context)}"""
     every = {
         "flashsdpa": ("flashsdpa", None, sdpa, measure.ours),
         "stock": ("stock", None, sdpa, measure.stock),
+    }
+    if grid == "auto":
+        return every
+    every |= {
         "efficient": ("efficient", None, only(SDPBackend.EFFICIENT_ATTENTION), measure.stock),
         "cudnn": ("cudnn", None, only(SDPBackend.CUDNN_ATTENTION), measure.stock),
         "flex": ("flex", "block mask not counted", flex(case), measure.stock),
     }
     if case.kind in ("causal bool", "window 1024"):
         every["stated"] = ("flashsdpa", "the structure as an argument", stated, measure.ours)
+    if case.kind == "causal bool":  # the wheel is built without windows
         with contextlib.suppress(ImportError):
             import fa3_fwd_interface  # noqa: F401  registers torch.ops.fa3_fwd
 
@@ -154,7 +176,7 @@ def implementations(case):
 
 def sampled_error(case, q, k, v, mask, out):
     """The largest error against float64, over 64 rows of the first and of the last head."""
-    worst, rows = 0.0, torch.randint(0, case.seq, (64,), device="cuda")
+    worst, rows = 0.0, torch.randint(0, case.seq_q, (64,), device="cuda")
     for b, h in ((0, 0), (case.batch - 1, case.heads - 1)):
         plane = mask[min(b, mask.size(0) - 1), min(h, mask.size(1) - 1), rows]
         scores = q[b, h, rows].double() @ k[b, h].double().T * case.dim**-0.5
@@ -163,12 +185,14 @@ def sampled_error(case, q, k, v, mask, out):
     return worst
 
 
-def run_case(case, rounds):
-    q, k, v = (torch.randn(case.batch, case.heads, case.seq, case.dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+def run_case(case, grid, rounds):
+    q, k, v = (torch.randn(case.batch, case.heads, length, case.dim, device="cuda", dtype=case.dtype)
+               for length in (case.seq_q, case.seq, case.seq))  # fmt: skip
     mask, flop = case.make_mask(), case.flop()
     rows, calls = [], {}
-    for name, (impl, note, call, context) in implementations(case).items():
-        row = {"group": "bias" if case.is_bias else "mask", "case": case.name, "dtype": "bfloat16", "pass": "fwd", "impl": impl}
+    for name, (impl, note, call, context) in implementations(case, grid).items():
+        row = {"group": "bias" if case.is_bias else "mask", "case": case.name,
+               "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd", "impl": impl}  # fmt: skip
         row |= {"note": note} if note else {}
         rows.append(row)
         try:
@@ -183,7 +207,7 @@ def run_case(case, rounds):
         row["error"] = sampled_error(case, q, k, v, mask, out)
         calls[name] = (call, context, row)
     ours = calls["flashsdpa"][2]
-    if ours["error"] > 2 * calls["stock"][2]["error"] + torch.finfo(torch.bfloat16).eps:
+    if ours["error"] > 2 * calls["stock"][2]["error"] + torch.finfo(case.dtype).eps:
         ours["note"] = "wrong: no time"
         return rows
     times = {name: [] for name in calls}
@@ -195,22 +219,26 @@ def run_case(case, rounds):
     for name, (_call, _context, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = flop / row["ms"] / 1e9
+    ratio, bound = measure.ratio_with_bound(times)
+    ours |= {"ratio": ratio, "ratio_lower_95": bound, "isa": "sm90", "section": grid,
+             "shape": {"kind": "mask", "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq}}  # fmt: skip
     return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--grid", choices=("masks", "auto"), default="masks")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     rows, path = [], None
-    for case in CASES:
+    for case in CASES if options.grid == "masks" else auto_cases():
         if options.only not in case.name:
             continue
-        rows += run_case(case, options.rounds)
-        path = gpu.write(rows, options.out, "masks")
-        new = [row for row in rows if row["case"] == case.name]
+        rows += run_case(case, options.grid, options.rounds)
+        path = gpu.write(rows, options.out, "masks" if options.grid == "masks" else "masks-auto")
+        new = [row for row in rows if row["case"] == case.name and row["dtype"] == str(case.dtype).removeprefix("torch.")]
         print(f"{case.name:36}" + "  ".join(
             f"{row['impl']}{'*' if row.get('note') == 'the structure as an argument' else ''} "
             + (f"{row['tflops']:.0f}" if "tflops" in row else "-") for row in new), flush=True)  # fmt: skip

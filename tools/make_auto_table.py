@@ -30,7 +30,8 @@ def table_rows(runs):
 
 
 def main():
-    paths = sorted([*RESULTS.glob("*-cpu*.json"), *RESULTS.glob("*-forward.json"), *RESULTS.glob("*-forward-auto.json")])
+    paths = sorted([*RESULTS.glob("*-cpu*.json"), *RESULTS.glob("*-forward.json"), *RESULTS.glob("*-forward-auto.json"),
+                    *RESULTS.glob("*-backward-auto.json"), *RESULTS.glob("*-masks.json"), *RESULTS.glob("*-masks-auto.json")])
     if not paths:
         print(f"no recorded runs in {RESULTS}; make one with `python benchmarks/cpu.py --grid auto`, on a GPU with "
               "`python benchmarks/forward.py --grid auto`")

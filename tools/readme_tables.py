@@ -77,34 +77,47 @@ def cpu_table():
     return text
 
 
-def gpu_table():
-    """TFLOP/s of every implementation in the newest record of benchmarks/forward.py."""
-    path = max(RESULTS.glob("*-forward.json"), default=None)
+IMPLEMENTATIONS = ("flashsdpa", "stock", "cudnn", "flash", "efficient", "flex", "fa3")
+
+
+def gpu_table(record):
+    """TFLOP/s of every implementation in the newest record DATE-MACHINE-`record`.json. A note in a row makes a column of its own
+    after those that "ours / best rival" compares: the deterministic backward, a structure stated instead of shown."""
+    path = max(RESULTS.glob(f"*-{record}.json"), default=None)
     if path is None:
         return "No run is recorded yet."
     run = json.loads(path.read_text())
-    names = [n for n in ("flashsdpa", "stock", "cudnn", "flash", "efficient", "fa3") if any(r["impl"] == n for r in run["rows"])]
-    cells = {}
+    cells, noted = {}, {}
     for row in run["rows"]:
-        cells.setdefault(row["case"], {})[row["impl"]] = row
-    lines = [["case", *names, "ours / best rival"]]
-    shares = []
-    for case, rows in cells.items():
-        speed = {name: rows[name]["tflops"] for name in names if "tflops" in rows.get(name, {})}
-        best = max(value for name, value in speed.items() if name != "flashsdpa")
-        share = speed["flashsdpa"] / best if "flashsdpa" in speed else None
-        shares.append(share or 0.0)
-        lines.append([case, *(f"{speed[n]:.0f}" if n in speed else "-" for n in names), f"{share:.2f}" if share else "-"])
+        note = {"deterministic": "deterministic", "the structure as an argument": "told"}.get(row.get("note"))
+        name = f"{row['impl']}, {note}" if note else row["impl"]
+        if note:
+            noted[name] = None
+        if "tflops" in row:
+            cells.setdefault(row["case"], {})[name] = row["tflops"]
+    names = [n for n in IMPLEMENTATIONS if any(n in speed for speed in cells.values())]
+    lines, shares = [["case", *names, "ours / best rival", *noted]], []
+    for case, speed in cells.items():
+        share = speed.get("flashsdpa", 0) / max(speed[n] for n in names[1:] if n in speed)
+        shares.append(share)
+        number = lambda n: f"{speed[n]:.0f}" if n in speed else "-"  # noqa: B023, E731
+        lines.append([case, *map(number, names), f"{share:.2f}" if share else "-", *map(number, noted)])
     mean = math.prod(shares) ** (1 / len(shares))
     return (markdown(lines) + f"\n\n{run['machine']}, driver {run['driver']}, torch {run['torch']}, bfloat16, TFLOP/s. Least of "
             f"\"ours / best rival\" {min(shares):.2f}, geometric mean {mean:.2f}.")  # fmt: skip
 
 
-def tables():
+def measurements():
     """{name: the Markdown of the table}"""
+    return {"gpu forward": gpu_table("forward"), "gpu backward": gpu_table("backward"), "gpu masks": gpu_table("masks"),
+            "cpu": cpu_table()}  # fmt: skip
+
+
+def tables():
+    """The measurements, and what there is."""
     from torch_flashsdpa._loader import binding
 
-    return {"support": support_table(binding().kernel_table()), "gpu forward": gpu_table(), "cpu": cpu_table()}
+    return {"support": support_table(binding().kernel_table()), **measurements()}
 
 
 def main(arguments):

@@ -39,42 +39,40 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   const int query_step = Tile::kFew ? (lane_row + 8) / args.few.pack - lane_query : 8;
   const Turn<Tile::kConsumers> turn{consumer};
   BlockMask<Tile> block_mask(args, shared.values(consumer), thread);
-  Ring<Tile::kQSlots> q_ring{~0u};  // advances as a tile is entered
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
-  float s[kBlockN / 2], o[Tile::kDimV / 2] = {};
-  uint32_t p[kBlockN / 16][4] = {};
-  float factor[2];  // by which O shrinks
-
-  FwdWork work = kNoWork;    // the tile whose last P V is still to come
-  OnlineSoftmax softmax;     // of it
-  int row, n;                // of the tile whose scores are computed: the consumer's first query, the key block
-  int plain_from, plain_until;  // the key blocks of which every row here sees every key
+  uint32_t q_phase = 0;
+  float s[kBlockN / 2], o[Tile::kDimV / 2];
+  uint32_t p[kBlockN / 16][4];
+  FwdRange range{};  // of the tile
+  int n = 0;         // the key block whose scores are computed
 
   const auto free_stage = [&](uint32_t barrier) {
     fwd_delay(FwdPoint::kFree);
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
-  // After S of block n. Q of a tile to come loads while the last softmax and P V of this one are under way.
-  const auto free_scores = [&](const FwdWork& of) {
+  const auto free_key = [&] {
     free_stage(shared.empty_k(k_ring.stage()));
     k_ring.advance();
-    if (Tile::kOwnOut && !block_mask.more(n - 1, of.first)) free_stage(shared.empty_q(q_ring.stage(), consumer));
   };
-  const auto free_output = [&] {
+  // After S of block n. Q of the next tile loads while the last softmax and P V of this one are under way.
+  const auto free_scores = [&] {
+    free_key();
+    if (Tile::kOwnOut && !block_mask.more(n - 1, range.first)) free_stage(shared.empty_q(consumer));
+  };
+  const auto free_value = [&] {
     free_stage(shared.empty_v(v_ring.stage()));
     v_ring.advance();
   };
   const auto wait_for_key = [&] {
     ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
     fwd_delay(FwdPoint::kKeyThere);
-    block_mask.take(args, shared.block(k_ring.stage()), consumer, n);
   };
+  const auto take_block = [&] { block_mask.take(args, shared.block(k_ring.stage()), consumer, n); };
   const auto wait_for_value = [&] { ptx::mbarrier_wait(shared.full_v(v_ring.stage()), v_ring.phase()); };
   // S = Q K^T of the stage in turn.
   const auto issue_scores = [&] {
-    const uint64_t a = ptx::wgmma_operand(shared.q(q_ring.stage(), consumer));
-    const uint64_t b = ptx::wgmma_operand(shared.k(k_ring.stage()));
+    const uint64_t a = ptx::wgmma_operand(shared.q(consumer)), b = ptx::wgmma_operand(shared.k(k_ring.stage()));
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Tile::kDim / 16; ++step) {
@@ -101,27 +99,20 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   const bool same_sign = Tile::kMasked || args.sign == 1.f;
   const auto mask = [&] {
     block_mask.template apply<kBFloat16>(args, s);
-    if (n < plain_until && n >= plain_from) return;
+    if (same_sign && n < range.plain_until && n >= range.plain_from) return;
     if (!same_sign) {
 #pragma unroll
       for (float& score : s) score *= args.sign;
     }
-    const int first_column = n * kBlockN + 2 * (lane % 4), query = row + lane_query;
+    const int first_column = n * kBlockN + 2 * (lane % 4), query = range.row + lane_query;
     const int last[2] = {min(query + args.band_hi, args.seq_k - 1) - first_column,
                          min(query + query_step + args.band_hi, args.seq_k - 1) - first_column};
     mask_after(s, last);
-    if (n < plain_from) {
+    if (n < range.plain_from) {
       const int first[2] = {query + args.band_lo - first_column, query + query_step + args.band_lo - first_column};
       mask_before(s, first);
     }
   };
-  // The sums are complete while the last P V is still under way.
-  const auto close_sums = [&] {
-    softmax.reduce();
-    store_lse<Tile>(args, softmax, work, consumer, thread);
-  };
-  const auto store = [&] { store_rows<Tile, kBFloat16>(args, shared, work, softmax, o, consumer, thread); };
-
   const auto next_tile = [&] {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
     const FwdWork next = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
@@ -130,43 +121,53 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     tile_ring.advance();
     return next;
   };
-  // Waits for what the first scores of a tile need.
-  const auto enter = [&](const FwdWork& next) {
-    row = next.row + consumer * queries;
-    n = next.last - 1;
-    plain_until = same_sign ? clamp_to(row + args.band_hi + 1, 0, args.seq_k) / kBlockN : 0;
-    plain_from = (clamp_to(row + queries - 1 + args.band_lo, 0, args.seq_k) + kBlockN - 1) / kBlockN;
-    block_mask.start(args, next, row);
-    q_ring.advance();
-    ptx::mbarrier_wait(shared.full_q(q_ring.stage(), consumer), q_ring.phase());
-    wait_for_key();
-  };
-  uint32_t next_p[kBlockN / 16][4];
-  // P of the first block of a tile, which has no reference yet and nothing to shrink.
-  const auto first_softmax = [&](const FwdWork& of, OnlineSoftmax& sums) {
-    free_scores(of);
-    mask();
-    block_mask.template remove<kBFloat16>(args, s);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sums.sum[r] = sums.template raise<kBFloat16>(r, s, scale_log2, next_p, factor[r]);
+  // Goes past blocks that hold nothing for this consumer, only for the others of the tile.
+  const auto skip = [&](int blocks) {
+#pragma unroll 1
+    for (; blocks > 0; --blocks) {
+      wait_for_key();
+      free_key();
+      turn.wait();
+      turn.pass();
+      wait_for_value();
+      free_value();
+    }
   };
 
   if constexpr (Tile::kFew) {
-    zero_unused_rows<Tile>(shared.q(0, consumer), args.few.pack * args.few.queries, thread);
+    zero_unused_rows<Tile>(shared.q(consumer), args.few.pack * args.few.queries, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(FwdBarrier::kOut) + consumer, ptx::kWarpgroupThreads);
   }
-  const auto start_output = [&] {
+
+  turn.begin();
+  while (true) {
+    const FwdWork work = next_tile();
+    if (work.end()) break;
+    range = fwd_range<Tile>(args, work, consumer);
+    block_mask.start(args, work, range.row);
+    n = range.last - 1;
+    skip(work.last - range.last);
+    ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
+    q_phase ^= 1;
+    wait_for_key();
+    take_block();
+    issue_scores();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(s);
+    free_scores();
+    mask();
+    block_mask.template remove<kBFloat16>(args, s);
+    OnlineSoftmax softmax;
+    float factor[2];  // no reference yet, and nothing to shrink
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax.sum[r] = softmax.template raise<kBFloat16>(r, s, scale_log2, p, factor[r]);
 #pragma unroll
     for (float& value : o) value = 0.f;
-#pragma unroll
-    for (int i = 0; i < kBlockN / 4; ++i) p[i / 4][i % 4] = ptx::wgmma_register_copy(next_p[i / 4][i % 4]);
-  };
-  // From the second block of a tile on: its S, and P V of the block before.
-  const auto further_blocks = [&] {
 #pragma unroll 1
-    for (--n; block_mask.more(n, work.first); --n) {
+    for (--n; block_mask.more(n, range.first); --n) {
       wait_for_key();
+      take_block();
       turn.wait();
       issue_scores();
       wait_for_value();
@@ -174,10 +175,11 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       turn.pass();
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
-      free_scores(work);
+      free_scores();
       mask();
       // P V of the last block still runs and reads `p`. The branch, hardly ever taken, is also what keeps the exponentials
       // before the wait for it: within a straight run of instructions the compiler moves the wait up.
+      uint32_t next_p[kBlockN / 16][4];
       bool raised = false;  // for the whole warp; O, which P V still writes, shrinks after the wait
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -196,74 +198,19 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll
         for (int i = 0; i < Tile::kDimV / 2; ++i) o[i] *= factor[score_row(i)];
       }
-      free_output();
+      free_value();
 #pragma unroll
       for (int i = 0; i < kBlockN / 4; ++i) p[i / 4][i % 4] = ptx::wgmma_register_copy(next_p[i / 4][i % 4]);
     }
-  };
-
-  // A tile by itself, before and after its further blocks.
-  const auto begin = [&] {
-    enter(work);
-    issue_scores();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_settle(s);
-    softmax = {};
-    first_softmax(work, softmax);
-    start_output();
-  };
-  const auto finish = [&] {
     wait_for_value();
     issue_output();
-    close_sums();
+    softmax.reduce();
+    store_lse<Tile>(args, softmax, work, consumer, thread);
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(o);
-    free_output();
-    store();
-  };
-  // The end of one tile and the beginning of the next together: as within a tile, S runs with P V of the block before.
-  const auto join = [&](const FwdWork& next) {
-    OnlineSoftmax next_softmax;
-    enter(next);
-    turn.wait();
-    issue_scores();
-    wait_for_value();
-    issue_output();
-    turn.pass();
-    close_sums();
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_settle(s);
-    first_softmax(next, next_softmax);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_settle(o);
-    free_output();
-    store();
-    work = next;
-    softmax = next_softmax;
-    start_output();
-  };
-
-  turn.begin();
-  if constexpr (Tile::kJoined) {
-    work = next_tile();
-    if (!work.end()) {
-      begin();
-      while (true) {
-        further_blocks();
-        const FwdWork next = next_tile();
-        if (next.end()) break;
-        join(next);
-      }
-      finish();
-    }
-  } else {
-    while (true) {
-      work = next_tile();
-      if (work.end()) break;
-      begin();
-      further_blocks();
-      finish();
-    }
+    free_value();
+    skip(range.first - work.first);
+    store_rows<Tile, kBFloat16>(args, shared, work, softmax, o, consumer, thread);
   }
   if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }

@@ -15,9 +15,8 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
   constexpr ptx::Reuse kKeyReuse = Tile::kConsumers > 1 ? ptx::Reuse::kSoon : ptx::Reuse::kNone;
   const int queries = fwd_queries<Tile>(args);
   Ring<Tile::kStages> k_ring, v_ring;
-  Ring<Tile::kQSlots> q_ring;
   Ring<kTileSlots> tile_ring;
-  uint32_t next = blockIdx.x;
+  uint32_t q_phase = 0, next = blockIdx.x;
   while (true) {
     FwdWork work;
     std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk> walk;
@@ -74,24 +73,27 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
       v_ring.advance();
     };
 
-    // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory.
+    // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory. With a mask
+    // a step takes a while; it is taken before a wait for memory that is needed later than K's.
     FwdBlock ahead = walk.step();
+    const auto step = [&] { return ahead.none() ? ahead : walk.step(); };
     block.final = ahead.none();
     load_k();
+    FwdBlock after = step();
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
-      const int stage = q_ring.stage();
-      const FwdSlot slot{shared.q(stage, c), shared.full_q(stage, c), shared.empty_q(stage, c), q_ring.phase() ^ 1};
+      const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
       load_queries<Tile, kAlone>(slot, args, work.row + c * queries, work.head, work.batch, thread);
     }
-    q_ring.advance();
+    q_phase ^= 1;
 #pragma unroll 1
     while (!ahead.none()) {
       const int last = block.n;
       block = ahead;
-      ahead = walk.step();
+      ahead = after;
       block.final = ahead.none();
       load_k();
+      after = step();
       load_v(last);
     }
     claim();

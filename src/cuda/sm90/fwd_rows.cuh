@@ -38,4 +38,26 @@ __device__ inline FwdRow fwd_row(const FwdArgs& args, int head, int first, int r
   }
 }
 
+// What one consumer does of a tile: its first query, the key blocks first <= n < last in which it has anything to do, and
+// those of them, plain_from <= n < plain_until, of which all its rows see every key.
+struct FwdRange {
+  int row, first, last, plain_from, plain_until;
+};
+
+template <typename Tile>
+__device__ inline FwdRange fwd_range(const FwdArgs& args, const FwdWork& work, int consumer) {
+  constexpr int kBlockN = Tile::kBlockN;
+  const int queries = fwd_queries<Tile>(args), row = work.row + consumer * queries, last_row = row + queries - 1;
+  const auto limit = [&](int key) { return clamp_to(key, 0, args.seq_k); };
+  FwdRange range{row, work.first, work.last, (limit(last_row + args.band_lo) + kBlockN - 1) / kBlockN,
+                 limit(row + args.band_hi + 1) / kBlockN};
+  // A mask's blocks are listed for the whole tile; one consumer is the whole tile. At least one block gives the rows their zeros.
+  if constexpr (!Tile::kMasked && Tile::kConsumers > 1) {
+    const int end = row < args.seq_q ? limit(min(last_row, args.seq_q - 1) + args.band_hi + 1) : 0;
+    range.last = clamp_to((end + kBlockN - 1) / kBlockN, work.first + 1, work.last);
+    range.first = clamp_to(limit(row + args.band_lo) / kBlockN, work.first, range.last - 1);
+  }
+  return range;
+}
+
 }  // namespace flashsdpa

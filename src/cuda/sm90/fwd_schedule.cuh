@@ -16,8 +16,6 @@ struct FwdWork {
   __device__ bool end() const { return row < 0; }  // no tile is left
 };
 
-constexpr FwdWork kNoWork{-1, 0, 0, 0, 0, 0};
-
 __device__ inline int clamp_to(int x, int low, int high) { return min(max(x, low), high); }
 
 // The tile after `tile` for this block: the next that no block has taken, or, without a counter, in equal steps.
@@ -51,7 +49,7 @@ template <typename Tile>
 __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
   constexpr int kBlockN = Tile::kBlockN;
   const int block_m = Tile::kFew ? Tile::kConsumers * args.few.queries : Tile::kBlockM;
-  if (tile >= args.order.tiles) return kNoWork;
+  if (tile >= args.order.tiles) return {-1, 0, 0, 0, 0, 0};
   FwdWork work;
   work.split = 0;
   if constexpr (Tile::kFew) {

@@ -11,13 +11,13 @@ namespace flashsdpa {
 template <typename Tile>
 struct FwdShared {
   uint32_t base;
-  __device__ uint32_t q(int slot, int consumer) const { return base + Tile::kQOffset + pair(slot, consumer) * Tile::kQBytes; }
+  __device__ uint32_t q(int consumer) const { return base + Tile::kQOffset + consumer * Tile::kQBytes; }
   __device__ uint32_t k(int stage) const { return base + Tile::kKOffset + stage * Tile::kKBytes; }
   __device__ uint32_t v(int stage) const { return base + Tile::kVOffset + stage * Tile::kVBytes; }
   __device__ uint32_t out(int consumer) const { return base + Tile::kOutOffset + consumer * Tile::kOutStride; }
-  static constexpr int kOfK = 2 * Tile::kQSlots * Tile::kConsumers, kOfTiles = kOfK + 4 * Tile::kStages;  // first barriers
-  __device__ uint32_t full_q(int slot, int consumer) const { return barrier(pair(slot, consumer)); }
-  __device__ uint32_t empty_q(int slot, int consumer) const { return barrier(kOfK / 2 + pair(slot, consumer)); }
+  static constexpr int kOfK = 2 * Tile::kConsumers, kOfTiles = kOfK + 4 * Tile::kStages;  // first barriers
+  __device__ uint32_t full_q(int consumer) const { return barrier(consumer); }
+  __device__ uint32_t empty_q(int consumer) const { return barrier(Tile::kConsumers + consumer); }
   __device__ uint32_t full_k(int stage) const { return barrier(kOfK + stage); }
   __device__ uint32_t empty_k(int stage) const { return barrier(kOfK + Tile::kStages + stage); }
   __device__ uint32_t full_v(int stage) const { return barrier(kOfK + 2 * Tile::kStages + stage); }
@@ -27,17 +27,14 @@ struct FwdShared {
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
   __device__ uint32_t block(int stage) const { return base + Tile::kBlockOffset + 4 * stage; }
   __device__ uint32_t values(int consumer) const { return base + Tile::kValuesOffset + consumer * Tile::kValuesBytes; }
-  __device__ static int pair(int slot, int consumer) { return slot * Tile::kConsumers + consumer; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
 
 template <typename Tile>
 __device__ inline void fwd_init_barriers(const FwdShared<Tile>& shared) {
   for (int c = 0; c < Tile::kConsumers; ++c) {
-    for (int slot = 0; slot < Tile::kQSlots; ++slot) {
-      ptx::mbarrier_init(shared.full_q(slot, c), 1);
-      ptx::mbarrier_init(shared.empty_q(slot, c), Tile::kOwnOut ? kWarpsPerGroup : 1);
-    }
+    ptx::mbarrier_init(shared.full_q(c), 1);
+    ptx::mbarrier_init(shared.empty_q(c), Tile::kOwnOut ? kWarpsPerGroup : 1);
   }
   for (int s = 0; s < Tile::kStages; ++s) {
     ptx::mbarrier_init(shared.full_k(s), 1);

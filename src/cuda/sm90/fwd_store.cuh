@@ -148,7 +148,7 @@ __device__ inline void store_rows(const FwdArgs& args, const FwdShared<Tile>& sh
     if (elected) {
       ptx::tma_store_wait_read();
       fwd_delay(FwdPoint::kFree);
-      ptx::mbarrier_arrive(shared.empty_q(0, consumer));
+      ptx::mbarrier_arrive(shared.empty_q(consumer));
     }
   }
 }

@@ -47,9 +47,6 @@ struct FwdTile {
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
-  // The first scores of a tile are computed with the last P V of the tile before, for which the next Q has to be there.
-  static constexpr bool kJoined = kOwnOut && !kFew && kConsumers == 2;
-  static constexpr int kQSlots = kJoined ? 2 : 1;
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
 
   // The roles share what the block has at launch, equal parts of the register file of 64 K in steps of 8 a thread; a role that
@@ -71,7 +68,7 @@ struct FwdTile {
 
   // Shared memory, from a base aligned to 1024 bytes.
   static constexpr int kQOffset = 0;
-  static constexpr int kKOffset = kQOffset + kQSlots * kConsumers * kQBytes;
+  static constexpr int kKOffset = kQOffset + kConsumers * kQBytes;
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
   static constexpr int kOwnOutOffset = kVOffset + kStages * kVBytes;
   static constexpr int kOutOffset = kOwnOut ? kOwnOutOffset : kQOffset;
@@ -79,7 +76,7 @@ struct FwdTile {
   static constexpr int kValuesOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
   static constexpr int kValuesBytes = kMasked ? kConsumerRows * kBlockN * 4 : 0;  // of one consumer, in float32
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kValuesBytes;
-  static constexpr int kBarriers = 2 * kQSlots * kConsumers + 4 * kStages + 2 * kTileSlots;
+  static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: 4 bytes for each stage of K
   static constexpr int kSharedBytes = kBlockOffset + (kMasked ? kStages * 4 : 0) + 1024;  // 1024: to align the base
