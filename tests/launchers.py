@@ -15,6 +15,14 @@ def _strides(t):
     return [0 if size == 1 else step for size, step in zip(t.shape, t.stride())]
 
 
+def _mask_arguments(mask, mask_plan):
+    """Of a shim: data, dtype, layout, plan."""
+    if mask is None:
+        return None, 0, None, None
+    layout = (ctypes.c_int64 * 10)(*mask.shape, *_strides(mask), *_strides(mask_plan)[:2])
+    return mask.data_ptr(), DTYPES.index(mask.dtype), layout, mask_plan.data_ptr()
+
+
 def band_of(is_causal, bottom_right, window_left, window_right, seq_q, seq_k):
     """(lo, hi) of params.h for the arguments of the op."""
     offset = seq_k - seq_q if bottom_right else 0
@@ -44,11 +52,8 @@ class Launchers:
         scratch_bytes = self.library.forward_scratch
         scratch_bytes.restype = ctypes.c_int64
         scratch_bytes.argtypes = [ctypes.c_void_p] * 4
-        mask_layout, mask_arguments = None, (None, 0, None, None)
-        if mask is not None:
-            mask_layout = (ctypes.c_int64 * 10)(*mask.shape, *_strides(mask), *_strides(mask_plan)[:2])
-            mask_arguments = (mask.data_ptr(), DTYPES.index(mask.dtype), mask_layout, mask_plan.data_ptr())
-        scratch = torch.full((scratch_bytes(sizes, limits, way, mask_layout) // 4,), float("nan"), device=q.device)
+        mask_arguments = _mask_arguments(mask, mask_plan)
+        scratch = torch.full((scratch_bytes(sizes, limits, way, mask_arguments[2]) // 4,), float("nan"), device=q.device)
         tensors = (q, k, v, out, lse, counter, scratch if scratch.numel() else None)
         error = call(*(t.data_ptr() if t is not None else None for t in tensors), strides, sizes, limits, way,
                      *mask_arguments, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, stream)  # fmt: skip
@@ -67,12 +72,13 @@ class Launchers:
             raise RuntimeError(error.decode())
 
     def backward(self, grad_out, q, k, v, out, lse, dq, dk, dv, grad_lse=None, band=(-OPEN, OPEN), scale=None,
-                 deterministic=False, stream=None):
-        """grad_out and out (B, Hq, Sq, Dv), lse and grad_lse (B, Hq, Sq) into dq, dk, dv. Returns the scratch memory used,
+                 deterministic=False, stream=None, mask=None, mask_plan=None):
+        """grad_out and out (B, Hq, Sq, Dv), lse and grad_lse (B, Hq, Sq) into dq, dk, dv; a mask as in forward. Returns the scratch memory used,
         which starts as NaN."""
         call = self.library.backward
         call.restype = ctypes.c_char_p
-        call.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int, ctypes.c_double, ctypes.c_int] + [ctypes.c_void_p] * 3
+        call.argtypes = ([ctypes.c_void_p] * 7 + [ctypes.c_int] + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_double, ctypes.c_int]
+                         + [ctypes.c_void_p] * 3)
         tensors = (grad_out, q, k, v, out, dq, dk, dv)
         strides = (ctypes.c_int64 * 32)(*(t.stride(axis) if t.size(3) > 1 or axis < 3 else 1 for t in tensors for axis in range(4)))
         pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in tensors))
@@ -81,7 +87,8 @@ class Launchers:
 
         def run(scratch):
             error = call(pointers, strides, lse.data_ptr(), grad_lse.data_ptr() if grad_lse is not None else None, sizes,
-                         limits, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, deterministic,
+                         limits, *_mask_arguments(mask, mask_plan), q.dtype == torch.bfloat16,
+                         q.size(3) ** -0.5 if scale is None else scale, deterministic,
                          scratch, ctypes.byref(needed), stream)  # fmt: skip
             if error is not None:
                 raise RuntimeError(error.decode())

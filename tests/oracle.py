@@ -379,7 +379,7 @@ def _indicator(batch, heads, seq, dim, start, dtype):
 
 
 def check_counting(batch, heads_q, heads_kv, seq_q, seq_k, dim, dtype, mask=None, call=Call(), backward=True,
-                   planned=False, forward=None):
+                   planned=False, forward=None, mask_grad=True):
     """Every (query, key) pair of every head, one by one, through out and lse, and through dq, dk, dv and dmask.
 
     The mask must be bool, or hold only 0 and -inf. With all scores equal, a row of n keys has weights 1 / n. The
@@ -408,7 +408,7 @@ def check_counting(batch, heads_q, heads_kv, seq_q, seq_k, dim, dtype, mask=None
             _explain_difference(f"dq, keys from {start}", dq[..., : stop - start].double() * n, keep[..., start:stop])
     assert (lse - n.squeeze(-1).log()).nan_to_num(0.0).abs().max().item() < 1e-5 if seq_q else True, "lse is not log(n)"
     if backward:
-        _count_columns(run, zeros_q, zeros_k, mask, keep, n, group)
+        _count_columns(run, zeros_q, zeros_k, mask if mask_grad else None, keep, n, group)
 
 
 def _count_columns(run, zeros_q, zeros_k, mask, keep, n, group):

@@ -13,6 +13,7 @@ from cases import BANDS, Case, inputs
 from emulator import Emulator, build
 from launchers import band_of
 from oracle import Call, Inputs, Result, check, check_counting, generator
+from reference_plan import reference_plan
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulator is tried on x86-64 alone")
 HALVES = (torch.bfloat16, torch.float16)
@@ -45,30 +46,33 @@ def attention(emulator, request):
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, scale, band, deterministic, odd):
+        def forward(ctx, q, k, v, mask, plan, scale, band, deterministic, odd):
             shuffle()
             out = poisoned(q, torch.Size((*q.shape[:3], v.size(3))))
             lse = torch.full(q.shape[:3], float("nan"))
-            emulator.forward(q, k, v, out, lse, torch.full((1,), -1, dtype=torch.int32), band, scale)
-            ctx.save_for_backward(q, k, v, out, lse)
+            emulator.forward(q, k, v, out, lse, torch.full((1,), -1, dtype=torch.int32), band, scale,
+                             mask=mask, mask_plan=plan)
+            ctx.save_for_backward(q, k, v, out, lse, mask, plan)
             ctx.options = band, scale, deterministic, odd
             ctx.set_materialize_grads(False)
             return out, lse
 
         @staticmethod
         def backward(ctx, grad_out, grad_lse):
-            q, k, v, out, lse = ctx.saved_tensors
+            q, k, v, out, lse, mask, plan = ctx.saved_tensors
             band, scale, deterministic, odd = ctx.options
             if grad_out is None:
                 grad_out = torch.zeros(1, 1, 1, 1, dtype=q.dtype).expand_as(out)
             grads = [poisoned(t, odd=odd) for t in (q, k, v)]
             shuffle(3 if deterministic else 0)  # the order is fixed for a number of processors
-            run.scratch = emulator.backward(grad_out, q, k, v, out, lse, *grads, grad_lse, band, scale, deterministic)
-            return (*grads, None, None, None, None)
+            run.scratch = emulator.backward(grad_out, q, k, v, out, lse, *grads, grad_lse, band, scale, deterministic,
+                                            mask=mask, mask_plan=plan)  # fmt: skip
+            return (*grads, *[None] * 6)
 
     def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, deterministic=False, odd=False, **band):
-        assert attn_mask is None and mask_plan is None
-        return Attention.apply(q, k, v, scale, band_of(**band, seq_q=q.size(2), seq_k=k.size(2)), deterministic, odd)
+        if attn_mask is not None and mask_plan is None:
+            mask_plan = reference_plan(attn_mask)
+        return Attention.apply(q, k, v, attn_mask, mask_plan, scale, band_of(**band, seq_q=q.size(2), seq_k=k.size(2)), deterministic, odd)
 
     return run
 
@@ -76,7 +80,7 @@ def attention(emulator, request):
 def runner(attention, **options):
     def run(x, call):
         leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-        out, lse = attention(*leaves, **call.op_arguments(), **options)
+        out, lse = attention(*leaves, x.mask, **call.op_arguments(), **options)
         pairs = [(o, c) for o, c in ((out, x.grad_out), (lse, x.grad_lse)) if c is not None]
         grads = torch.autograd.grad([o for o, _ in pairs], leaves, [c for _, c in pairs])
         return Result(out.detach(), lse.detach(), dict(zip(("dq", "dk", "dv"), grads)))

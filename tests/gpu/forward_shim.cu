@@ -4,6 +4,7 @@
 // `mask_layout`: the sizes of the mask, its strides (0 where a size is 1), and the plan's (batch, head); null: no mask.
 #include "src/cuda/launchers.h"
 #include "src/cuda/sm90/fwd_plan.h"
+#include "tests/gpu/mask_shim.h"
 
 using namespace flashsdpa;
 
@@ -27,17 +28,6 @@ FwdPlan plan_of(const Problem& p, const int32_t* way) {
   FwdPlan plan = fwd_tiling(p, way[0] == 0 ? fwd_whole_instance(p) : fwd_few_instance(p, way[0]), way[1]);
   plan.splits = way[2];
   return plan;
-}
-
-void set_mask(const void* mask, int dtype, const int64_t* layout, const int32_t* words, Problem* p) {
-  if (!layout) return;
-  p->mask.data = mask;
-  p->mask.dtype = static_cast<DType>(dtype);
-  for (int axis = 0; axis < 4; ++axis) {
-    p->mask.size[axis] = layout[axis];
-    p->mask.stride[axis] = layout[4 + axis];
-  }
-  p->plan = {words, layout[8], layout[9]};
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ struct BwdArgs {
   FwdTensor q, k, v, grad_out, dk, dv;        // grad_out goes by TMA always
   const float* stats;    // (batch, heads_q, blocks_m, kBwdStats * kBlockM + kBwdFlags)
   float* dq;             // (batch, heads_q, blocks_m, kBlockM * kDim), see above; zero at the start
-  uint32_t* turns;       // (batch, heads_q, blocks_m, consumers), 0 at the start: whose turn it is to add to dq; null: any
+  uint32_t* turns;       // (batch, heads_q, blocks_m, consumers), 0 at the start: whose turn it is to add to dq (bwd_turn); null: any
   uint32_t* counter;     // tiles taken, 0 at the start
   FwdOrder order;        // of key blocks and heads of k
   uint32_t rising_from;  // heads of k, counted through batches: from here on first keys come first, before, last keys
@@ -38,6 +38,7 @@ struct BwdArgs {
   float inverse_scale;       // finite
   float sign;                // -1, 0, 1
   float grad_scale;          // the caller's scale: of dq and dk
+  FwdMask mask;              // masked kernels; with values, scale is 1 and sign the scale itself
 };
 
 // The kernels before and after: one block of threads for each block of queries.
@@ -60,6 +61,7 @@ struct BwdPreArgs {
   uint32_t* counter;
   int32_t turns_per_block, dq_floats;  // of one block of queries
   int32_t heads_q, seq_q, blocks_m, block_m, dim_v;
+  FwdMask mask;  // masked kernels, for rows with a `high`
 };
 
 struct BwdPostArgs {

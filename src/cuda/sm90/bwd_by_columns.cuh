@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../../ptx/wgmma.cuh"
+#include "bwd_mask.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_store.cuh"
 
@@ -26,6 +27,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
   const auto box_v = [&](int i) { return min(consumer * kOwnV + i, Tile::kBoxesV - 1); };
 
   float dk[kOwn][kBlockN / 2], dv[kOwnV][kBlockN / 2], s[kKeys / 2], dp[kKeys / 2], dq[kBlockM / 2];
+  BwdBlockMask<Tile> block_mask(args, key, thread);
   Ring<Tile::kStages> q_ring;
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
@@ -88,14 +90,15 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     const int first_key = work.row + key;
 
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
-    const auto mask = [&](uint32_t visit, const BwdStats<kBlockM>& stats) {
+    const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats) {
       const bool coarse = stats.coarse(lane);
-      if (visit % 2 == 0 && !coarse) return;
-      const int m = int(visit / 2);
+      if (!visit.edge() && block_mask.plain() && !coarse) return;
+      const int m = visit.m();
       if (args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
+      block_mask.template apply<kBFloat16>(args, s);
       const int row = m * kBlockM + lane_row, first_column = first_key + lane_column;
       int first[2], last[2];
 #pragma unroll
@@ -125,10 +128,14 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
 
 #pragma unroll 1
-    for (BwdVisit at(work, args.group); at.left > 0; at.advance()) {
+    for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args)) {
       const uint32_t q = shared.q(q_ring.stage()), grad_out = shared.grad_out(grad_out_ring.stage());
       ptx::mbarrier_wait(shared.full_q(q_ring.stage()), q_ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
+      if constexpr (Tile::kMasked) {
+        block_mask.take(args, shared, int(q_ring.count % Tile::kVisits), work);
+        at.hear(block_mask.told, block_mask.head);
+      }
       ptx::wgmma_fence();
       issue_scores(s, std::integral_constant<int, Tile::kDim>(), q, shared.k());
       ptx::mbarrier_wait(shared.full_grad_out(grad_out_ring.stage()), grad_out_ring.phase());
@@ -137,7 +144,11 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       const BwdStats<kBlockM> stats{shared.stats(q_ring.stage())};
-      mask(bwd_visit(shared, q_ring.stage()), stats);
+      if constexpr (Tile::kMasked) {
+        mask(block_mask.told, stats);
+      } else {
+        mask(bwd_visit(shared, q_ring.stage()), stats);
+      }
       const float shift[2] = {ptx::load_shared_float(stats.shift(lane_row)), ptx::load_shared_float(stats.shift(lane_row + 8))};
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], args.scale_log2, -shift[score_row(i)]));
@@ -171,7 +182,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
           free_stage(shared.empty_grad_out(grad_out_ring.stage()));
           grad_out_ring.advance();
           if (args.turns) {
-            if (thread == 0) bwd_wait_turn(turn(), bwd_turn<Tile>(args, work, at.m));
+            if (thread == 0) bwd_wait_turn(turn(), bwd_turn<Tile>(args, work, at));
             ptx::barrier_sync(int(BwdBarrier::kConsumer) + consumer, ptx::kWarpgroupThreads);
           }
         } else {
@@ -186,7 +197,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       if (args.turns) {
         ptx::fence_gpu();
         ptx::barrier_sync(int(BwdBarrier::kConsumer) + consumer, ptx::kWarpgroupThreads);
-        if (thread == 0) ptx::add_release(turn(), 1);
+        if (thread == 0) ptx::add_release(turn(), bwd_turn_step<Tile>(work, Tile::kMasked ? bwd_turn<Tile>(args, work, at) : 0));
       }
     }
 

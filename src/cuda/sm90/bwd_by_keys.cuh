@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "../../ptx/wgmma.cuh"
+#include "bwd_mask.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_store.cuh"
 
@@ -28,6 +29,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
 
   float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], dp[kBlockM / 2], dq[kPieceColumns / 2];
   uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];
+  BwdBlockMask<Tile> block_mask(args, key, thread);
   Ring<2> ring;  // one block of queries: of Q, dO and dS, which go round together, and its phase is that of dQ
   Ring<kTileSlots> tile_ring;
   static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
@@ -96,14 +98,15 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const int first_key = work.row + key;
 
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
-    const auto mask = [&](uint32_t visit, const BwdStats<kBlockM>& stats) {
+    const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats) {
       const bool coarse = stats.coarse(lane);
-      if (visit % 2 == 0 && !coarse) return;
-      const int m = int(visit / 2);
+      if (!visit.edge() && block_mask.plain() && !coarse) return;
+      const int m = visit.m();
       if (args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
+      block_mask.template apply<kBFloat16>(args, s);
       const int first_column = m * kBlockM + lane_column, row = first_key + lane_row;
       int first[2], last[2];
 #pragma unroll
@@ -141,7 +144,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
-      mask(bwd_visit(shared, ring.stage()), stats);
+      if constexpr (Tile::kMasked) {
+        mask(block_mask.told, stats);
+      } else {
+        mask(bwd_visit(shared, ring.stage()), stats);
+      }
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 4) {
         float low, high;
@@ -202,6 +209,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const auto begin_scores = [&] {
       ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
+      if constexpr (Tile::kMasked) block_mask.take(args, shared, int(ring.count % Tile::kVisits), work);
       ptx::wgmma_fence();
       issue_scores();
     };
@@ -238,10 +246,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     begin_scores();
     make_scores();
     int left = (work.last - work.first) * args.group - 1;
-    if (left > 0) {
+    if (Tile::kMasked ? !block_mask.final() : left > 0) {
       advance(std::true_type());
 #pragma unroll 1
-      while (--left > 0) advance(std::false_type());  // with nothing under way from turn to turn
+      while (Tile::kMasked ? !block_mask.final() : --left > 0) advance(std::false_type());  // with nothing under way from turn to turn
       const Ring<2> before{ring.count - 1};
       begin_piece(before);
       ptx::wgmma_wait<0>();

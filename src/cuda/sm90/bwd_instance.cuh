@@ -7,21 +7,22 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV>
+template <DType kType, int kDim, int kDimV, bool kMasked>
 const char* bwd_launch_instance(const BwdArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
-  using Tile = BwdTile<kDim, kDimV>;
-  const auto kernel = flashsdpa_bwd_sm90<kType, kDim, kDimV>;
+  using Tile = BwdTile<kDim, kDimV, kMasked>;
+  const auto kernel = flashsdpa_bwd_sm90<kType, kDim, kDimV, kMasked>;
   static SharedMemoryGrant grant;
   if (const char* error = grant.ask(kernel, Tile::kSharedBytes, device)) return error;
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
   return error_text(cudaGetLastError());
 }
 
-template <int kDim, int kDimV>
+template <int kDim, int kDimV, bool kMasked = false>
 constexpr BwdInstance bwd_make_instance() {
-  using Tile = BwdTile<kDim, kDimV>;
+  using Tile = BwdTile<kDim, kDimV, kMasked>;
   return {Tile::kBlockM, Tile::kBlockN, Tile::kStages, Tile::kConsumers, kDim, Tile::kByKeys,
-          bwd_launch_instance<DType::kBFloat16, kDim, kDimV>, bwd_launch_instance<DType::kFloat16, kDim, kDimV>};
+          bwd_launch_instance<DType::kBFloat16, kDim, kDimV, kMasked>,
+          bwd_launch_instance<DType::kFloat16, kDim, kDimV, kMasked>};
 }
 
 }  // namespace flashsdpa

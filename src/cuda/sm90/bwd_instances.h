@@ -18,6 +18,7 @@ struct BwdInstance {
 };
 
 extern const BwdInstance kBwdD64, kBwdD96, kBwdD128, kBwdD192V128, kBwdD192, kBwdD256;
+extern const BwdInstance kBwdMaskedD64, kBwdMaskedD128, kBwdMaskedD256;
 
 // flashsdpa_bwd_pre_sm90 and flashsdpa_bwd_post_sm90, over `blocks` blocks of queries.
 const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, uint32_t blocks, cudaStream_t stream);

@@ -15,6 +15,7 @@ constexpr int64_t kCacheForQueries = 24 * 1024 * 1024;  // Q, dO and the sum of 
 
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
+  if (has_mask(p)) return larger <= 64 ? kBwdMaskedD64 : larger <= 128 ? kBwdMaskedD128 : kBwdMaskedD256;
   if (larger <= 64) return kBwdD64;
   if (larger <= 96) return kBwdD96;
   if (larger <= 128) return kBwdD128;
@@ -66,12 +67,13 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   const Problem& p = b.problem;
   const int64_t heads = p.batch * p.heads_kv, group = p.heads_q / p.heads_kv;
   const int64_t bytes_per_head = std::max<int64_t>(1, group * p.seq_q * ((p.dim + p.dim_v) * 2 + instance.dim * 4));
+  const bool equal = p.band.open() && !has_mask(p);  // tiles; of a mask it is only a guess that first keys are seen by more
   FwdOrder order{};
   order.blocks_m = static_cast<uint32_t>(ceil_div(p.seq_k, instance.block_n));
   order.heads = static_cast<uint32_t>(heads);
-  order.longest_first = !p.band.open() && !b.deterministic;
+  order.longest_first = !equal && !b.deterministic;
   order.section = static_cast<uint32_t>(
-      p.band.open() ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
+      equal ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
   order.tiles = order.blocks_m * order.heads;
   return order;
 }
@@ -114,7 +116,6 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   CurrentDevice device;
   if (const char* reason = find_sm90_device(&device)) return reason;
   if (const char* reason = refuse_problem(p)) return reason;
-  if (has_mask(p)) return "flashsdpa_bwd_sm90 takes no attn_mask; use the stock backend";
   const BwdInstance& instance = pick_instance(p);
   const BwdScratch scratch(b, instance);
   const FwdOrder order = make_order(b, instance);
@@ -156,6 +157,12 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.inverse_scale = std::min(1.f / args.scale, FLT_MAX);
   args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
   args.grad_scale = static_cast<float>(p.scale);
+  if (has_mask(p)) args.mask = make_mask(p);
+  if (args.mask.values) {  // added to scores as they are scaled
+    args.sign = args.grad_scale;
+    args.scale = args.inverse_scale = 1.f;
+    args.scale_log2 = 1.4426950408889634f;
+  }
 
   BwdPreArgs pre{};
   pre.out = static_cast<const uint16_t*>(b.out.data);
@@ -187,6 +194,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.blocks_m = blocks_m;
   pre.block_m = instance.block_m;
   pre.dim_v = static_cast<int32_t>(p.dim_v);
+  pre.mask = args.mask;
   if ((error = bwd_launch_pre(pre, p.dtype, blocks, stream))) return error;
 
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;

@@ -2,7 +2,7 @@
 // consumer's pieces of dQ to those of the other blocks.
 #pragma once
 
-#include "bwd_shared.cuh"
+#include "bwd_blocks.cuh"
 #include "fwd_load.cuh"
 
 namespace flashsdpa {
@@ -13,6 +13,7 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
   Ring<Tile::kStages> q_ring;
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
+  std::conditional_t<Tile::kMasked, BwdPlanWalk<Tile>, BwdVisit> at;
   uint32_t kv_phase = 0, next = 0;
   const auto claim = [&] {
     if (loader == 0) next = atomicAdd(args.counter, 1u);
@@ -23,6 +24,10 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
     if (kAlone || loader == 0) {
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
       work = bwd_work<Tile>(args, next);
+      if constexpr (Tile::kMasked) {
+        at.start(args, work);
+        if (at.left == 0) work.last = work.first;  // nothing to see
+      }
       fwd_put_work<false>(shared.tile(tile_ring.stage()), work);
       ptx::store_shared_4(shared.tile(tile_ring.stage()) + kKvPhaseOffset, kv_phase);
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
@@ -30,6 +35,9 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
     if constexpr (!kAlone) {
       ptx::barrier_sync(int(FwdBarrier::kProducer), Tile::kLoaders);
       work = fwd_get_work<false>(shared.tile(tile_ring.stage()));
+      if constexpr (Tile::kMasked) {
+        if (loader != 0) at.start(args, work);
+      }
     }
     tile_ring.advance();
     if (work.end()) break;
@@ -38,13 +46,13 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
       continue;
     }
 
-    BwdVisit at(work, args.group);
+    if constexpr (!Tile::kMasked) at.start(args, work);
     const auto load_q = [&] {
       const int stage = q_ring.stage();
       const FwdSlot slot{shared.q(stage), shared.full_q(stage), shared.empty_q(stage), q_ring.phase() ^ 1};
       if (kAlone || loader == 0) {  // who completes `full`, so that the slot cannot be filled and emptied meanwhile
         ptx::mbarrier_wait(slot.empty, slot.empty_parity);
-        ptx::store_shared_4(shared.visit(stage), bwd_visit_word<Tile>(args, work, at.m));
+        bwd_tell(args, shared, int(q_ring.count % Tile::kVisits), work, at);
       }
       load_rows<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
           slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, Tile::kStatsBytes);
@@ -73,12 +81,12 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
         loader);
     kv_phase ^= 1;
     load_grad_out();
-    at.advance();
+    at.advance(args);
 #pragma unroll 1
     while (at.left > 0) {
       load_q();
       load_grad_out();
-      at.advance();
+      at.advance(args);
     }
     claim();
   }
@@ -91,20 +99,29 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
   const uint32_t bytes = consumer == 1 && Tile::kDim == 96 ? Tile::kPieceBytes / 2 : Tile::kPieceBytes;
   Ring<kTileSlots> tile_ring;
   uint32_t phase = 0;
+  Ring<Tile::kVisits> told;  // masked: the slots of what the loader told
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
     if (work.end()) break;
     if (lane == 0) {
 #pragma unroll 1
-      for (BwdVisit at(work, args.group); at.left > 0; at.advance()) {
+      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args)) {
+        if constexpr (Tile::kMasked) {
+          ptx::mbarrier_wait(shared.full_piece(consumer), phase);
+          at.hear(BwdWord<true>{ptx::load_shared_4(shared.visit(told.stage()))},
+                  int(ptx::load_shared_4(shared.visit(told.stage()) + 4)));
+          told.advance();
+        }
         const int64_t block = bwd_block(args, work, at);
         uint32_t* turn = args.turns + block * Tile::kConsumers + consumer;
         ptx::mbarrier_wait(shared.full_piece(consumer), phase);
         phase ^= 1;
         fwd_delay(FwdPoint::kStore);
+        uint32_t mine = 0;
         if (args.turns) {
-          bwd_wait_turn(turn, bwd_turn<Tile>(args, work, at.m));
+          mine = bwd_turn<Tile>(args, work, at);
+          bwd_wait_turn(turn, mine);
           ptx::fence_proxy();
         }
         ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
@@ -115,7 +132,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         if (args.turns) {
           ptx::tma_store_wait();
           ptx::fence_proxy();
-          ptx::add_release(turn, 1);
+          ptx::add_release(turn, bwd_turn_step<Tile>(work, mine));
         }
       }
     }

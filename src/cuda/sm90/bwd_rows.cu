@@ -53,9 +53,23 @@ __device__ inline void store_vector(uint16_t* target, const Vector& v, int count
   }
 }
 
+// What the mask says of one score.
+__device__ inline bool mask_keeps(const FwdMask& mask, const RowsPlace& at, int row, int key) {
+  const int32_t* bits = mask.plan + at.batch * mask.plan_batch + at.head * mask.plan_head + mask.bits_offset;
+  key = min(key, mask.keys - 1);
+  return uint32_t(bits[min(row, mask.queries - 1) * mask.bits_stride + key / 32]) >> key % 32 & 1;
+}
+template <bool kBFloat16>
+__device__ inline float mask_value(const FwdMask& mask, const RowsPlace& at, int row, int key) {
+  const int64_t i = at.batch * mask.stride_batch + at.head * mask.stride_head +
+                    min(row, mask.queries - 1) * mask.stride_query + min(key, mask.keys - 1) * mask.stride_key;
+  if (mask.dtype == DType::kFloat32) return static_cast<const float*>(mask.values)[i];
+  return ptx::unpack<kBFloat16>(static_cast<const uint16_t*>(mask.values)[i]);
+}
+
 // The shift of a row whose log-sum-exp has few digits left for the logarithm of the sum, or none: the sum again, from the
 // scores. By the whole warp, in ordinary arithmetic: such rows are hardly ever met.
-template <bool kBFloat16>
+template <bool kBFloat16, bool kMasked>
 __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& at, int row, float lse, int lane) {
   const uint16_t* q = args.q + at.batch * args.q_stride[0] + at.head * args.q_stride[1] + row * args.q_stride[2];
   const uint16_t* k = args.k + at.batch * args.k_stride[0] + at.head / args.group * args.k_stride[1];
@@ -65,7 +79,14 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
     for (int c = 0; c < args.dim; ++c) {
       score = fmaf(ptx::unpack<kBFloat16>(q[c]), ptx::unpack<kBFloat16>(k[j * args.k_stride[2] + c]), score);
     }
-    sum += ptx::exp2_fast(fminf(ptx::subtract(score * args.scale, lse), 0.f) * kLog2e);
+    if constexpr (kMasked) {
+      score *= args.scale;
+      if (args.mask.values) score = ptx::subtract(score, -mask_value<kBFloat16>(args.mask, at, row, j));
+      if (!mask_keeps(args.mask, at, row, j)) continue;
+    } else {
+      score *= args.scale;
+    }
+    sum += ptx::exp2_fast(fminf(ptx::subtract(score, lse), 0.f) * kLog2e);
   }
   for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
   return sum > 0.f ? log2f(sum) : 0.f;
@@ -73,7 +94,7 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
 
 }  // namespace
 
-template <bool kBFloat16>
+template <bool kBFloat16, bool kMasked>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_constant__ BwdPreArgs args) {
   const RowsPlace at(args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
@@ -116,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
     }
     for (uint32_t rows = __ballot_sync(0xffffffffu, high); rows != 0; rows &= rows - 1) {
       const int source = __ffs(int(rows)) - 1, its_row = __shfl_sync(0xffffffffu, row, source);
-      const float shift = restored_shift<kBFloat16>(args, at, its_row, __shfl_sync(0xffffffffu, lse, source), lane);
+      const float shift = restored_shift<kBFloat16, kMasked>(args, at, its_row, __shfl_sync(0xffffffffu, lse, source), lane);
       if (lane == source) stats[r] = shift;
       coarse = true;
     }
@@ -191,7 +212,9 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid
 }
 
 const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, uint32_t blocks, cudaStream_t stream) {
-  const auto kernel = dtype == DType::kBFloat16 ? flashsdpa_bwd_pre_sm90<true> : flashsdpa_bwd_pre_sm90<false>;
+  const bool bfloat16 = dtype == DType::kBFloat16, masked = args.mask.plan != nullptr;
+  const auto kernel = masked ? (bfloat16 ? flashsdpa_bwd_pre_sm90<true, true> : flashsdpa_bwd_pre_sm90<false, true>)
+                             : (bfloat16 ? flashsdpa_bwd_pre_sm90<true, false> : flashsdpa_bwd_pre_sm90<false, false>);
   kernel<<<blocks, kThreads, 0, stream>>>(args);
   return error_text(cudaGetLastError());
 }

@@ -22,7 +22,7 @@ struct BwdShared {
   __device__ uint32_t scores(int buffer) const { return base + Tile::kScoreOffset + buffer * Tile::kScoreBytes; }
   __device__ uint32_t piece(int consumer) const { return base + Tile::kPieceOffset + consumer * Tile::kPieceBytes; }
   __device__ uint32_t stats(int stage) const { return base + Tile::kStatsOffset + stage * Tile::kStatsBytes; }
-  __device__ uint32_t visit(int stage) const { return base + Tile::kVisitOffset + 8 * stage; }
+  __device__ uint32_t visit(int slot) const { return base + Tile::kVisitOffset + 8 * slot; }
   __device__ uint32_t dk() const { return base + Tile::kDkOffset; }
   __device__ uint32_t dv() const { return base + Tile::kDvOffset; }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
@@ -113,58 +113,6 @@ __device__ inline void bwd_leave_work(const BwdShared<Tile>& shared, Ring<kTileS
   __syncwarp();
   if (lane == 0) ptx::mbarrier_arrive(shared.empty_tile(ring.stage()));
   ring.advance();
-}
-
-// The query blocks of a tile in the order in which all roles visit them: heads of the group, in each its blocks.
-struct BwdVisit {
-  int head, m, first, last, left;
-  __device__ BwdVisit(const FwdWork& work, int group)
-      : head(work.head * group), m(work.first), first(work.first), last(work.last), left((work.last - work.first) * group) {}
-  __device__ void advance() {
-    --left;
-    if (++m == last) m = first, ++head;
-  }
-};
-
-// What the loader tells the consumers of a stage of Q: the block's number, and whether there are scores in it that do not
-// take part, or scores to be multiplied by the sign.
-template <typename Tile>
-__device__ inline uint32_t bwd_visit_word(const BwdArgs& args, const FwdWork& work, int m) {
-  const int first_query = m * Tile::kBlockM, last_query = first_query + Tile::kBlockM - 1;
-  const int last_key = work.row + Tile::kBlockN - 1;
-  const bool plain = args.sign == 1.f && last_key < args.seq_k && last_key <= first_query + args.band_hi &&
-                     work.row >= last_query + args.band_lo;
-  return uint32_t(m) << 1 | uint32_t(!plain);
-}
-// By whole warps; told to the compiler to be the same for all lanes.
-template <typename Tile>
-__device__ inline uint32_t bwd_visit(const BwdShared<Tile>& shared, int stage) {
-  return __shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(stage)), 0);
-}
-
-// Query block m of one head, counted through all heads and batches.
-__device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, const BwdVisit& at) {
-  return (int64_t(work.batch) * args.heads_q + at.head) * args.blocks_m + at.m;
-}
-
-// In a fixed order of additions to dQ, how many key blocks add to query block m before this one. It is the order in which
-// the head's tiles are handed out, so what a tile waits for is never behind it. With falling keys, and a band that moves
-// with the queries, as causal does, the block before is at query block m just one step earlier; with rising keys a tile
-// has to start one step after the one before.
-template <typename Tile>
-__device__ inline uint32_t bwd_turn(const BwdArgs& args, const FwdWork& work, int m) {
-  if (uint32_t(work.batch * args.heads_kv + work.head) >= args.rising_from) {
-    const int lowest = max(m * Tile::kBlockM + args.band_lo, 0);  // the first key that a query here sees
-    return uint32_t(work.row / Tile::kBlockN - lowest / Tile::kBlockN);
-  }
-  const int end_query = min((m + 1) * Tile::kBlockM, args.seq_q);
-  const int highest = min(end_query + args.band_hi, args.seq_k) - 1;  // the last key that a query here sees
-  return uint32_t(highest / Tile::kBlockN - work.row / Tile::kBlockN);
-}
-
-__device__ inline void bwd_wait_turn(const uint32_t* turn, uint32_t mine) {
-  while (ptx::load_acquire(turn) != mine) {
-  }
 }
 
 }  // namespace flashsdpa

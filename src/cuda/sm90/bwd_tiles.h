@@ -16,30 +16,35 @@ struct BwdChoice {
   int stages_grad_out;  // of dO
 };
 
-constexpr BwdChoice bwd_choice(int dim) {
+// Masked tiles are whole granules of 64 x 64; a key block of one granule fits two consumers of 32 keys.
+constexpr BwdChoice bwd_choice(int dim, bool masked) {
+  if (masked && dim > 128) return {.block_m = 64, .block_n = 64, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 64) return {.block_m = 128, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 128) return {.block_m = 64, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 192) return {.block_m = 64, .block_n = 96, .consumers = 3, .stages = 2, .stages_grad_out = 2};
   return {.block_m = 64, .block_n = 80, .consumers = 2, .stages = 2, .stages_grad_out = 1};
 }
 
-template <int kDimClass, int kDimVClass>
+// kWithMask: blocks of queries come from a mask plan (bwd_blocks.cuh).
+template <int kDimClass, int kDimVClass, bool kWithMask = false>
 struct BwdTile {
-  static constexpr BwdChoice kChoice = bwd_choice(kDimClass);
+  static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kWithMask);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kBlockM = kChoice.block_m, kBlockN = kChoice.block_n;
   static constexpr int kConsumers = kChoice.consumers;
   static constexpr int kStages = kChoice.stages, kStagesGradOut = kChoice.stages_grad_out;
-  static constexpr bool kByKeys = kDim <= 128;
+  static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask;
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
   // The last two warps of the producer warpgroup load; where dQ is staged, each of the others adds one consumer's.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
   static constexpr int kLoaders = 64;
   static constexpr int kAdders = kByKeys ? kConsumers : 0;  // warps
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * ptx::kWarpgroupThreads <= 64 * 1024);
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
+  // What the block has at launch, in steps of 8 a thread; a role that asks for more waits for ever.
+  static constexpr int kLaunchRegisters = 64 * 1024 / kThreads / 8 * 8 * (1 + kConsumers);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= kLaunchRegisters);
 
   // Boxes of 64 columns; the last one of class 96 is half used.
   static constexpr int kBoxes = (kDim + kBoxColumns - 1) / kBoxColumns;
@@ -68,8 +73,11 @@ struct BwdTile {
   static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
   static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);
   static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdFlags, kStatsBytes = kStatsFloats * int(sizeof(float));
-  static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;  // a word for each stage: see bwd_visit_word
-  static constexpr int kBarrierOffset = kVisitOffset + kStages * 8;
+  // A slot for each stage: see bwd_visit_word. Of a mask, more of them: the adders read them too, behind the consumers. What
+  // an adder reads is at most four blocks behind what the loader writes.
+  static constexpr int kVisits = kMasked ? 8 : kStages;
+  static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;
+  static constexpr int kBarrierOffset = kVisitOffset + kVisits * 8;
   static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 2 * kAdders + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base

@@ -63,6 +63,7 @@ struct FwdMask {
   int32_t cols;                                                 // granules of keys
   bool one_key;                                                 // keys is 1
   bool vectors;                                                 // values can be read 16 bytes at a time
+  int32_t rows;                                                 // granules of queries
 };
 
 struct FwdArgs {

@@ -2,12 +2,12 @@
 // walks the plan and tells the consumers, with each block of K, its number and what there is to do to it.
 #pragma once
 
-#include "../../mask_plan.h"
 #include "../../ptx/warpgroup.cuh"
 #include "fwd_args.h"
 #include "fwd_rows.cuh"
 #include "fwd_schedule.cuh"
 #include "fwd_tiles.h"
+#include "plan_lists.cuh"
 
 namespace flashsdpa {
 
@@ -67,7 +67,7 @@ struct PlanWalk {
       next[c] = -1;
       if (there) {
         const int count = __ldg(list);
-        next[c] = mask.one_key || whole ? count - 1 : last_before(entries[c], count, work.last);
+        next[c] = mask.one_key || whole ? count - 1 : entries_before(entries[c], count, work.last * kGranules) - 1;
       }
       any |= next[c] >= 0;
     }
@@ -75,22 +75,6 @@ struct PlanWalk {
     one_key = mask.one_key;
     alike = any ? work.last - 1 : -1;
   }
-
-  // The last of `count` entries, keys ascending, whose granule lies before block `end`; -1 if there is none.
-  __device__ static int last_before(const int32_t* entries, int count, int end) {
-    int low = 0;  // entries before `low` lie before `end`, those from `count` on do not
-    while (low < count) {
-      const int middle = (low + count) / 2;
-      if ((__ldg(entries + middle) >> 2) / kGranules < end) {
-        low = middle + 1;
-      } else {
-        count = middle;
-      }
-    }
-    return low - 1;
-  }
-
-  __device__ static int join(int a, int b) { return a == b ? a : a == kMixed || b == kMixed ? kMixed : kBits; }
 
   __device__ FwdBlock step() {
     FwdBlock block{-1, 0, false};
@@ -119,7 +103,7 @@ struct PlanWalk {
       }
       int all = found[0];
 #pragma unroll
-      for (int g = 1; g < kGranules; ++g) all = join(all, found[g]);
+      for (int g = 1; g < kGranules; ++g) all = join_classes(all, found[g]);
       block.classes |= uint32_t(all) << 2 * c;
     }
     return block;

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../mask_plan.h"
 #include "../launchers.h"
 #include "fwd_plan.h"
 #include "tensors.h"
@@ -72,42 +71,11 @@ FwdPartial make_partial(const Problem& p, const FwdPlan& plan, void* scratch) {
   return partial;
 }
 
-FwdMask make_mask(const Problem& p) {
-  const MaskView& m = p.mask;
-  FwdMask mask{};
-  const int64_t rows = plan_granules(m.size[2]), cols = plan_granules(m.size[3]);
-  mask.plan = p.plan.data;
-  mask.plan_batch = p.plan.stride_batch;
-  mask.plan_head = p.plan.stride_head;
-  mask.bits_offset = plan_bits_offset(rows, cols);
-  mask.bits_stride = plan_bits_stride(cols);
-  mask.values = m.dtype == DType::kBool ? nullptr : m.data;
-  mask.stride_batch = m.stride[0];
-  mask.stride_head = m.stride[1];
-  mask.stride_query = m.stride[2];
-  mask.stride_key = m.stride[3];
-  mask.dtype = m.dtype;
-  mask.queries = static_cast<int32_t>(m.size[2]);
-  mask.keys = static_cast<int32_t>(m.size[3]);
-  mask.cols = static_cast<int32_t>(cols);
-  mask.one_key = m.size[3] == 1;
-  const int64_t steps = (m.stride[0] | m.stride[1] | m.stride[2]) * dtype_size(m.dtype);
-  mask.vectors = m.stride[3] == 1 && (reinterpret_cast<int64_t>(m.data) | steps) % 16 == 0;
-  return mask;
-}
-
 enum class Deal { kOnce, kStatic, kDynamic };  // one tile a block; tiles dealt out in turn; as blocks get free
 
 Deal pick_deal(const ForwardParams& f) {
   if (f.counter) return Deal::kDynamic;
   return fwd_equal_tiles(f.problem) ? Deal::kStatic : Deal::kOnce;  // unequal tiles dealt out in turn would end unevenly
-}
-
-const char* refuse(const Problem& p) {
-  if (p.mask.data && p.mask.dtype != DType::kBool && p.mask.dtype != DType::kFloat32 && p.mask.dtype != p.dtype)
-    return "flashsdpa_fwd_sm90 takes an attn_mask of bool, float32 or q's type";
-  if (p.mask.data && !p.plan.data) return "flashsdpa_fwd_sm90 takes an attn_mask with its plan; give flashsdpa::mask_plan of it";
-  return refuse_problem(p);
 }
 
 bool nothing_to_do(const Problem& p) { return p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.dim_v == 0; }
@@ -170,7 +138,7 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   if (nothing_to_do(p)) return nullptr;
   CurrentDevice device;
   if (const char* reason = find_sm90_device(&device)) return reason;
-  if (const char* reason = refuse(p)) return reason;
+  if (const char* reason = refuse_problem(p)) return reason;
   const FwdPlan plan = fwd_plan(p, device.processors, f.scratch != nullptr);
   return fwd_launch(f, plan, device, static_cast<cudaStream_t>(launch.stream));
 }
@@ -178,7 +146,7 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
 int64_t forward_scratch_sm90(const void* params) {
   const Problem& p = static_cast<const ForwardParams*>(params)->problem;
   CurrentDevice device;
-  if (nothing_to_do(p) || refuse(p) || find_sm90_device(&device)) return 0;
+  if (nothing_to_do(p) || refuse_problem(p) || find_sm90_device(&device)) return 0;
   return fwd_partial_bytes(p, fwd_plan(p, device.processors, /*may_split=*/true));
 }
 

@@ -1,6 +1,7 @@
 // Host: what the Hopper kernels take, and how they reach the tensors.
 #pragma once
 
+#include "../../mask_plan.h"
 #include "../../params.h"
 #include "../../ptx/tensor_map.h"
 #include "fwd_args.h"
@@ -17,6 +18,9 @@ inline const char* refuse_problem(const Problem& p) {
     return "this kernel takes head dims from 1 to 256; use the stock backend";
   if (p.seq_q > kMaxLength || p.seq_k > kMaxLength)
     return "this kernel takes sequences up to 2^29; use the stock backend";
+  if (p.mask.data && p.mask.dtype != DType::kBool && p.mask.dtype != DType::kFloat32 && p.mask.dtype != p.dtype)
+    return "this kernel takes an attn_mask of bool, float32 or q's type";
+  if (p.mask.data && !p.plan.data) return "this kernel takes an attn_mask with its plan; give flashsdpa::mask_plan of it";
   return nullptr;
 }
 
@@ -61,6 +65,32 @@ constexpr const char* kMapRefused = "the driver refused a tensor map (cuTensorMa
 inline const char* encode(const FwdTensor& tensor, const TensorSizes& size, DType dtype, int box_rows, CUtensorMap* map) {
   if (!tensor.tma || size.rows == 0) return nullptr;
   return ptx::encode_tensor_map(map, map_type(dtype), map_shape(tensor, size, box_rows)) ? nullptr : kMapRefused;
+}
+
+// Of the whole problem, for kernels that take a mask.
+inline FwdMask make_mask(const Problem& p) {
+  const MaskView& m = p.mask;
+  FwdMask mask{};
+  const int64_t rows = plan_granules(m.size[2]), cols = plan_granules(m.size[3]);
+  mask.plan = p.plan.data;
+  mask.plan_batch = p.plan.stride_batch;
+  mask.plan_head = p.plan.stride_head;
+  mask.bits_offset = plan_bits_offset(rows, cols);
+  mask.bits_stride = plan_bits_stride(cols);
+  mask.values = m.dtype == DType::kBool ? nullptr : m.data;
+  mask.stride_batch = m.stride[0];
+  mask.stride_head = m.stride[1];
+  mask.stride_query = m.stride[2];
+  mask.stride_key = m.stride[3];
+  mask.dtype = m.dtype;
+  mask.queries = static_cast<int32_t>(m.size[2]);
+  mask.keys = static_cast<int32_t>(m.size[3]);
+  mask.rows = static_cast<int32_t>(rows);
+  mask.cols = static_cast<int32_t>(cols);
+  mask.one_key = m.size[3] == 1;
+  const int64_t steps = (m.stride[0] | m.stride[1] | m.stride[2]) * dtype_size(m.dtype);
+  mask.vectors = m.stride[3] == 1 && (reinterpret_cast<int64_t>(m.data) | steps) % 16 == 0;
+  return mask;
 }
 
 }  // namespace flashsdpa

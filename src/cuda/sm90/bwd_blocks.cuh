@@ -1,0 +1,260 @@
+// Which blocks of queries a tile of keys visits, first head and first queries first, and what the roles tell each other of
+// them: all of its band, or those that the mask plan leaves of it. With a mask only the loader walks the plan.
+#pragma once
+
+#include <type_traits>
+
+#include "bwd_shared.cuh"
+#include "plan_lists.cuh"
+
+namespace flashsdpa {
+
+// Without a mask: heads of the group, in each the blocks of the band. Every role counts them for itself.
+struct BwdVisit {
+  int head, m, first, last, left;
+  BwdVisit() = default;
+  __device__ BwdVisit(const FwdWork& work, int group)
+      : head(work.head * group), m(work.first), first(work.first), last(work.last), left((work.last - work.first) * group) {}
+  __device__ void start(const BwdArgs& args, const FwdWork& work) { *this = BwdVisit(work, args.group); }
+  __device__ void advance(const BwdArgs&) {
+    --left;
+    if (++m == last) m = first, ++head;
+  }
+};
+
+// The loader's walk through the plan's transposed lists: the blocks of each head of the group that hold a score which plan
+// and band both keep. One block ahead, as it must tell which is the last.
+template <typename Tile>
+struct BwdPlanWalk {
+  static constexpr int kLists = Tile::kBlockN / int(kGranule);  // granules of keys: one list each; by keys one a consumer
+  static constexpr int kRows = Tile::kBlockM / int(kGranule);   // granules of queries in a block
+  static_assert(!Tile::kMasked || (Tile::kBlockN % kGranule == 0 && Tile::kBlockM % kGranule == 0));
+  struct Block {
+    int head, m;
+    uint32_t classes;  // 2 bits a list
+  };
+
+  int head, m;       // the block in turn
+  uint32_t classes;
+  int left;          // 0: there is none, 1: it is the last, else 2
+
+  __device__ void start(const BwdArgs& args, const FwdWork& work) {
+    left = 0;
+    if (work.end() || work.empty()) return;
+    batch = work.batch;
+    row = work.row;
+    lists = (args.seq_k - work.row + int(kGranule) - 1) / int(kGranule);
+    first = work.first;
+    last = work.last;
+    ahead.head = work.head * args.group;
+    last_head = ahead.head + args.group - 1;
+    open_head(args.mask);
+    step(args.mask);
+    advance(args);
+  }
+  __device__ void advance(const BwdArgs& args) {
+    head = ahead.head;
+    m = ahead.m;
+    classes = ahead.classes;
+    left = 0;
+    if (m < 0) return;
+    step(args.mask);
+    left = ahead.m < 0 ? 1 : 2;
+  }
+
+ private:
+  const int32_t* entries[kLists];  // to come
+  int count[kLists];               // of them
+  int batch, row, lists, first, last, last_head;
+  int alike;  // all queries are alike: the block to come
+  Block ahead;
+
+  // The lists of a head, from block `first` on.
+  __device__ void open_head(const FwdMask& mask) {
+    const int32_t* plan = mask.plan + batch * mask.plan_batch + ahead.head * mask.plan_head;
+#pragma unroll
+    for (int c = 0; c < kLists; ++c) {
+      const int column = mask.one_key ? 0 : row / int(kGranule) + c;
+      count[c] = 0;
+      if (c < lists) {
+        const int32_t* list = plan + plan_col_offset<int64_t>(column, mask.rows, mask.cols);
+        entries[c] = list + 1;
+        count[c] = __ldg(list);
+        if (first > 0 && mask.queries > 1) {
+          const int before = entries_before(entries[c], count[c], first * kRows);
+          entries[c] += before;
+          count[c] -= before;
+        }
+      }
+    }
+    alike = first;
+  }
+  // The block after `ahead` becomes `ahead`; -1 for its m if there is none.
+  __device__ void step(const FwdMask& mask) {
+    while (!step_in_head(mask)) {
+      if (ahead.head == last_head) {
+        ahead.m = -1;
+        return;
+      }
+      ++ahead.head;
+      open_head(mask);
+    }
+  }
+  __device__ bool step_in_head(const FwdMask& mask) {
+    int block = last;
+    if (mask.queries == 1) {
+#pragma unroll
+      for (int c = 0; c < kLists; ++c) block = count[c] > 0 ? alike : block;
+      ++alike;
+    } else {
+#pragma unroll
+      for (int c = 0; c < kLists; ++c) {
+        if (count[c] > 0) block = min(block, (__ldg(entries[c]) >> 2) / kRows);
+      }
+    }
+    if (block >= last) return false;
+    ahead.m = block;
+    ahead.classes = 0;
+#pragma unroll
+    for (int c = 0; c < kLists; ++c) ahead.classes |= uint32_t(class_in(mask, c, block)) << 2 * c;
+    return true;
+  }
+  // The class of a block's granules together; takes its entries off the list.
+  __device__ int class_in(const FwdMask& mask, int c, int block) {
+    if (mask.queries == 1) return count[c] > 0 ? __ldg(entries[c]) & 3 : kEmpty;
+    int found[kRows] = {};  // kEmpty
+    for (int g = 0; g < kRows && count[c] > 0; ++g) {
+      const int entry = __ldg(entries[c]);
+      if ((entry >> 2) / kRows != block) break;
+      found[g] = entry & 3;
+      ++entries[c];
+      --count[c];
+    }
+    int all = found[0];
+#pragma unroll
+    for (int g = 1; g < kRows; ++g) all = join_classes(all, found[g]);
+    return all;
+  }
+};
+
+// What the loader tells of a block of queries, in one word: its number; whether there are scores in it that band or length
+// remove, or scores to be multiplied by the sign; with a mask the classes of its granules and whether it is the tile's last,
+// and in a second word its head.
+template <bool kMasked>
+struct BwdWord {
+  static constexpr int kNumber = kMasked ? 6 : 1;
+  uint32_t word;
+  __device__ bool edge() const { return word % 2 != 0; }
+  __device__ int m() const { return int(word >> kNumber); }
+  __device__ GranuleClass of(int list) const { return GranuleClass(word >> (1 + 2 * list) & 3); }
+  __device__ bool final() const { return word >> 5 & 1; }
+};
+
+// What the other roles know of the blocks of a tile with a mask: what the loader told of each.
+struct BwdFollow {
+  int head = 0, m = 0, left;
+  bool final = false;
+  __device__ BwdFollow(const FwdWork& work, int) : left(!work.empty()) {}
+  __device__ void hear(const BwdWord<true>& told, int its_head) {
+    head = its_head;
+    m = told.m();
+    final = told.final();
+  }
+  __device__ void advance(const BwdArgs&) { left = !final; }
+};
+template <typename Tile>
+using BwdFollower = std::conditional_t<Tile::kMasked, BwdFollow, BwdVisit>;
+
+template <typename Tile>
+__device__ inline uint32_t bwd_visit_word(const BwdArgs& args, const FwdWork& work, int m) {
+  const int first_query = m * Tile::kBlockM, last_query = first_query + Tile::kBlockM - 1;
+  const int last_key = work.row + Tile::kBlockN - 1;
+  const bool plain = args.sign == 1.f && last_key < args.seq_k && last_key <= first_query + args.band_hi &&
+                     work.row >= last_query + args.band_lo;
+  return uint32_t(m) << BwdWord<Tile::kMasked>::kNumber | uint32_t(!plain);
+}
+template <typename Tile, typename Visit>
+__device__ inline void bwd_tell(const BwdArgs& args, const BwdShared<Tile>& shared, int slot, const FwdWork& work, const Visit& at) {
+  uint32_t word = bwd_visit_word<Tile>(args, work, at.m);
+  if constexpr (Tile::kMasked) {
+    word |= at.classes << 1 | uint32_t(at.left == 1) << 5;
+    ptx::store_shared_4(shared.visit(slot) + 4, uint32_t(at.head));
+  }
+  ptx::store_shared_4(shared.visit(slot), word);
+}
+// By whole warps; told to the compiler to be the same for all lanes.
+template <typename Tile>
+__device__ inline BwdWord<Tile::kMasked> bwd_visit(const BwdShared<Tile>& shared, int slot) {
+  return {__shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(slot)), 0)};
+}
+template <typename Tile>
+__device__ inline int bwd_visit_head(const BwdShared<Tile>& shared, int slot) {
+  return int(__shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(slot) + 4), 0));
+}
+
+// Query block m of one head, counted through all heads and batches.
+template <typename Visit>
+__device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, const Visit& at) {
+  return (int64_t(work.batch) * args.heads_q + at.head) * args.blocks_m + at.m;
+}
+
+// In a fixed order of additions to dQ, how many key blocks add to query block m before this one. It is the order in which
+// the head's tiles are handed out, so what a tile waits for is never behind it. With falling keys, and a band that moves
+// with the queries, as causal does, the block before is at query block m just one step earlier; with rising keys a tile
+// has to start one step after the one before.
+template <typename Tile>
+__device__ inline uint32_t bwd_turn_of_band(const BwdArgs& args, const FwdWork& work, int m) {
+  if (uint32_t(work.batch * args.heads_kv + work.head) >= args.rising_from) {
+    const int lowest = max(m * Tile::kBlockM + args.band_lo, 0);  // the first key that a query here sees
+    return uint32_t(work.row / Tile::kBlockN - lowest / Tile::kBlockN);
+  }
+  const int end_query = min((m + 1) * Tile::kBlockM, args.seq_q);
+  const int highest = min(end_query + args.band_hi, args.seq_k) - 1;  // the last key that a query here sees
+  return uint32_t(highest / Tile::kBlockN - work.row / Tile::kBlockN);
+}
+
+// With a mask the tiles that visit a query block are those of its lists of granules of keys. There the turn is told by who
+// was there last: the number of its key block and one more; 0, nobody.
+template <typename Tile>
+__device__ inline uint32_t bwd_turn_of_plan(const BwdArgs& args, const FwdWork& work, int head, int m) {
+  constexpr int kKeys = Tile::kBlockN / int(kGranule), kRows = Tile::kBlockM / int(kGranule);
+  const FwdMask& mask = args.mask;
+  const int mine = work.row / Tile::kBlockN, first_query = m * Tile::kBlockM;
+  const int end_query = min(first_query + Tile::kBlockM, args.seq_q);
+  const int lowest = max(first_query + args.band_lo, 0) / Tile::kBlockN;
+  const int highest = (min(end_query + args.band_hi, args.seq_k) - 1) / Tile::kBlockN;
+  const bool rising = uint32_t(work.batch * args.heads_kv + work.head) >= args.rising_from;
+  if (mask.one_key) {
+    const int before = rising ? mine - 1 : mine + 1;
+    return before < lowest || before > highest ? 0 : uint32_t(before) + 1;
+  }
+  const int32_t* plan = mask.plan + work.batch * mask.plan_batch + head * mask.plan_head;
+  int before = rising ? -1 : highest + 1;
+  for (int r = 0; r < kRows; ++r) {
+    const int row = mask.queries == 1 ? 0 : m * kRows + r;
+    if (row >= mask.rows) break;
+    const int32_t* list = plan + plan_row_offset(row, mask.cols);
+    const int count = __ldg(list), behind = entries_before(list + 1, count, (rising ? mine : mine + 1) * kKeys);
+    if (rising && behind > 0) before = max(before, (__ldg(list + behind) >> 2) / kKeys);
+    if (!rising && behind < count) before = min(before, (__ldg(list + 1 + behind) >> 2) / kKeys);
+  }
+  return before < lowest || before > highest ? 0 : uint32_t(before) + 1;
+}
+
+// The value of BwdArgs::turns at which this tile adds to a query block, and by how much it goes up then.
+template <typename Tile, typename Visit>
+__device__ inline uint32_t bwd_turn(const BwdArgs& args, const FwdWork& work, const Visit& at) {
+  if constexpr (Tile::kMasked) return bwd_turn_of_plan<Tile>(args, work, at.head, at.m);
+  return bwd_turn_of_band<Tile>(args, work, at.m);
+}
+template <typename Tile>
+__device__ inline uint32_t bwd_turn_step(const FwdWork& work, uint32_t turn) {
+  return Tile::kMasked ? uint32_t(work.row / Tile::kBlockN) + 1 - turn : 1;
+}
+
+__device__ inline void bwd_wait_turn(const uint32_t* turn, uint32_t mine) {
+  while (ptx::load_acquire(turn) != mine) {
+  }
+}
+
+}  // namespace flashsdpa
