@@ -48,7 +48,7 @@ constexpr KernelEntry kTable[] = {
      "TMA producer, up to three wgmma consumers in turn, softmax under the products, longest first",
      launch_forward_sm90, describe_forward_sm90, forward_scratch_sm90},
     {"flashsdpa_bwd_sm90", "src/cuda/sm90/bwd_kernel.cuh", Pass::kBackward, Device::kCuda, Isa::kSm90,
-     bit(DType::kBFloat16) | bit(DType::kFloat16), kCausal | kBand | kGqa | kLseGrad | kDeterministic, 256, 64, 128,
+     bit(DType::kBFloat16) | bit(DType::kFloat16), kForwardFeatures | kLseGrad, 256, 64, 128,
      "a block of keys a tile, P and dS in registers up to 128 columns, dQ added up in float32", launch_backward_sm90,
      nullptr, scratch_backward_sm90},
     {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,

@@ -33,16 +33,32 @@ enum Flag : int64_t {
   kHasSinks = 256,
 };
 
+// The plan of the call. CUDA kernels take no mask without one: made once, for forward and backward.
+OptTensor plan_of(const Call& call) {
+  const Options& o = call.options;
+  if (!call.query.is_cuda() || !given(o.attn_mask) || given(o.mask_plan)) return o.mask_plan;
+  return call_mask_plan(*o.attn_mask);
+}
+
+Options with_mask(const Options& o, const OptTensor& mask, const OptTensor& plan) {
+  return {mask,           plan,    o.rng_state,     o.dropout_p,      o.is_causal,
+          o.bottom_right, o.scale, o.window_left,   o.window_right,   o.softcap,
+          o.alibi_slopes, o.sinks, o.deterministic, o.batch_invariant};
+}
+
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptTensor& attn_mask, const OptTensor& sinks, const Call& call) {
     ForwardResult result;
+    const Options& o = call.options;
+    OptTensor plan;
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      result = call_forward(call);
+      plan = plan_of(call);
+      const Options planned = with_mask(o, attn_mask, plan);
+      result = call_forward({query, key, value, planned});
     }
     auto& [out, lse] = result;
-    const Options& o = call.options;
     ctx->set_materialize_grads(false);
     // Optional tensors are saved where given; the flags tell which.
     variable_list tensors{query, key, value, out, lse};
@@ -55,7 +71,7 @@ struct Attention : torch::autograd::Function<Attention> {
       flags |= flag;
     };
     keep(attn_mask, kHasMask);
-    keep(o.mask_plan, kHasPlan);
+    keep(plan, kHasPlan);
     keep(o.rng_state, kHasRngState);
     keep(o.alibi_slopes, kHasAlibi);
     keep(sinks, kHasSinks);
@@ -133,9 +149,7 @@ ForwardResult forward_autocast(const Call& call, c10::DispatchKey autocast_key, 
   const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(type, t, device); };
   const Options& o = call.options;
   const OptTensor mask = given(o.attn_mask) ? OptTensor(cast(*o.attn_mask)) : OptTensor();
-  const Options options{mask,           o.mask_plan, o.rng_state,     o.dropout_p,      o.is_causal,
-                        o.bottom_right, o.scale,     o.window_left,   o.window_right,   o.softcap,
-                        o.alibi_slopes, o.sinks,     o.deterministic, o.batch_invariant};
+  const Options options = with_mask(o, mask, o.mask_plan);
   return call_forward({cast(call.query), cast(call.key), cast(call.value), options});
 }
 

@@ -162,6 +162,15 @@ Problem problem(const Call& call) {
   return p;
 }
 
+// CUDA kernels take no mask without a plan: where the caller gives none, the plan made here, which must outlive the launch.
+OptTensor plan_if_needed(const Call& call, Problem* p) {
+  const Options& o = call.options;
+  if (!call.query.is_cuda() || !given(o.attn_mask) || given(o.mask_plan)) return std::nullopt;
+  Tensor plan = mask_plan_on_device(*o.attn_mask);
+  p->plan = plan_view(plan, call.query.device(), plan.sizes());
+  return plan;
+}
+
 // A tensor as the kernel would be given it: where it has no memory, an address of the same alignment.
 template <class ViewType>
 ViewType unread_view(const Tensor& t, at::IntArrayRef strides, bool fresh) {
@@ -202,12 +211,9 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   require("flashsdpa::forward", call);
   const c10::OptionalDeviceGuard guard(query.device());
   routed_calls.fetch_add(1, std::memory_order_relaxed);
-  OptTensor plan;  // CUDA kernels take no mask without one
-  if (query.is_cuda() && given(attn_mask) && !given(mask_plan)) plan = mask_plan_on_device(*attn_mask);
-
   ForwardParams params;
   params.problem = problem(call);
-  if (plan.has_value()) params.problem.plan = plan_view(*plan, query.device(), plan->sizes());
+  const OptTensor plan = plan_if_needed(call, &params.problem);
   const Problem& p = params.problem;
   const auto dtype = query.scalar_type();
   const int64_t dim_v = value.size(3);
@@ -274,6 +280,7 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     Reasons reasons;
     check_entry(*entry, call, want_mask, reasons);
     TORCH_CHECK(reasons.ok(), entry->name, " does not compute this gradient");
+    const OptTensor plan = plan_if_needed(call, &params.problem);
     if (observing()) [[unlikely]]
       observe_launch("flashsdpa::backward", *entry, call);
     const Tensor q = padded(query), k = padded(key), v = padded(value), o = padded(out);

@@ -16,7 +16,7 @@ struct BwdVisit {
   __device__ BwdVisit(const FwdWork& work, int group)
       : head(work.head * group), m(work.first), first(work.first), last(work.last), left((work.last - work.first) * group) {}
   __device__ void start(const BwdArgs& args, const FwdWork& work) { *this = BwdVisit(work, args.group); }
-  __device__ void advance(const BwdArgs&) {
+  __device__ void advance(const BwdArgs&, const FwdWork&) {
     --left;
     if (++m == last) m = first, ++head;
   }
@@ -34,105 +34,94 @@ struct BwdPlanWalk {
     uint32_t classes;  // 2 bits a list
   };
 
-  int head, m;       // the block in turn
+  int head, m;  // the block in turn
   uint32_t classes;
-  int left;          // 0: there is none, 1: it is the last, else 2
+  int left;  // 0: there is none, 1: it is the last, else 2
 
   __device__ void start(const BwdArgs& args, const FwdWork& work) {
     left = 0;
     if (work.end() || work.empty()) return;
-    batch = work.batch;
-    row = work.row;
-    lists = (args.seq_k - work.row + int(kGranule) - 1) / int(kGranule);
-    first = work.first;
-    last = work.last;
     ahead.head = work.head * args.group;
-    last_head = ahead.head + args.group - 1;
-    open_head(args.mask);
-    step(args.mask);
-    advance(args);
+    open_head(args, work);
+    step(args, work);
+    advance(args, work);
   }
-  __device__ void advance(const BwdArgs& args) {
+  __device__ void advance(const BwdArgs& args, const FwdWork& work) {
     head = ahead.head;
     m = ahead.m;
     classes = ahead.classes;
     left = 0;
     if (m < 0) return;
-    step(args.mask);
+    step(args, work);
     left = ahead.m < 0 ? 1 : 2;
   }
 
  private:
-  const int32_t* entries[kLists];  // to come
-  int count[kLists];               // of them
-  int batch, row, lists, first, last, last_head;
-  int alike;  // all queries are alike: the block to come
+  int next[kLists];   // entry to come, from the start of the plan
+  int count[kLists];  // of entries to come
   Block ahead;
 
-  // The lists of a head, from block `first` on.
-  __device__ void open_head(const FwdMask& mask) {
-    const int32_t* plan = mask.plan + batch * mask.plan_batch + ahead.head * mask.plan_head;
+  __device__ static int entry(const BwdArgs& args, const FwdWork& work, int head, int at) {
+    return __ldg(args.mask.plan + work.batch * args.mask.plan_batch + head * args.mask.plan_head + at);
+  }
+  // The lists of a head, from the tile's first block on.
+  __device__ void open_head(const BwdArgs& args, const FwdWork& work) {
+    const FwdMask& mask = args.mask;
 #pragma unroll
     for (int c = 0; c < kLists; ++c) {
-      const int column = mask.one_key ? 0 : row / int(kGranule) + c;
+      const int key = work.row + c * int(kGranule), column = mask.one_key ? 0 : key / int(kGranule);
       count[c] = 0;
-      if (c < lists) {
-        const int32_t* list = plan + plan_col_offset<int64_t>(column, mask.rows, mask.cols);
-        entries[c] = list + 1;
-        count[c] = __ldg(list);
-        if (first > 0 && mask.queries > 1) {
-          const int before = entries_before(entries[c], count[c], first * kRows);
-          entries[c] += before;
+      if (key < args.seq_k) {
+        next[c] = plan_col_offset<int>(column, mask.rows, mask.cols) + 1;
+        count[c] = entry(args, work, ahead.head, next[c] - 1);
+        if (work.first > 0 && mask.queries > 1) {
+          const int32_t* plan = mask.plan + work.batch * mask.plan_batch + ahead.head * mask.plan_head;
+          const int before = entries_before(plan + next[c], count[c], work.first * kRows);
+          next[c] += before;
           count[c] -= before;
         }
       }
     }
-    alike = first;
+    ahead.m = work.first - 1;
   }
   // The block after `ahead` becomes `ahead`; -1 for its m if there is none.
-  __device__ void step(const FwdMask& mask) {
-    while (!step_in_head(mask)) {
-      if (ahead.head == last_head) {
+  __device__ void step(const BwdArgs& args, const FwdWork& work) {
+    while (!step_in_head(args, work)) {
+      if (++ahead.head % args.group == 0) {
         ahead.m = -1;
         return;
       }
-      ++ahead.head;
-      open_head(mask);
+      open_head(args, work);
     }
   }
-  __device__ bool step_in_head(const FwdMask& mask) {
-    int block = last;
-    if (mask.queries == 1) {
+  __device__ bool step_in_head(const BwdArgs& args, const FwdWork& work) {
+    int block = work.last;
 #pragma unroll
-      for (int c = 0; c < kLists; ++c) block = count[c] > 0 ? alike : block;
-      ++alike;
-    } else {
-#pragma unroll
-      for (int c = 0; c < kLists; ++c) {
-        if (count[c] > 0) block = min(block, (__ldg(entries[c]) >> 2) / kRows);
+    for (int c = 0; c < kLists; ++c) {
+      if (count[c] > 0) {  // where all queries are alike, every block is in the list
+        block = min(block, args.mask.queries == 1 ? ahead.m + 1 : (entry(args, work, ahead.head, next[c]) >> 2) / kRows);
       }
     }
-    if (block >= last) return false;
+    if (block >= work.last) return false;
     ahead.m = block;
     ahead.classes = 0;
 #pragma unroll
-    for (int c = 0; c < kLists; ++c) ahead.classes |= uint32_t(class_in(mask, c, block)) << 2 * c;
+    for (int c = 0; c < kLists; ++c) ahead.classes |= uint32_t(take(args, work, c)) << 2 * c;
     return true;
   }
-  // The class of a block's granules together; takes its entries off the list.
-  __device__ int class_in(const FwdMask& mask, int c, int block) {
-    if (mask.queries == 1) return count[c] > 0 ? __ldg(entries[c]) & 3 : kEmpty;
-    int found[kRows] = {};  // kEmpty
-    for (int g = 0; g < kRows && count[c] > 0; ++g) {
-      const int entry = __ldg(entries[c]);
-      if ((entry >> 2) / kRows != block) break;
-      found[g] = entry & 3;
-      ++entries[c];
-      --count[c];
-    }
-    int all = found[0];
+  // The class of list c's granules of the block ahead together; takes their entries off the list.
+  __device__ int take(const BwdArgs& args, const FwdWork& work, int c) {
+    if (args.mask.queries == 1) return count[c] > 0 ? entry(args, work, ahead.head, next[c]) & 3 : kEmpty;
+    int all = kEmpty;
 #pragma unroll
-    for (int g = 1; g < kRows; ++g) all = join_classes(all, found[g]);
+    for (int g = 0; g < kRows; ++g) {
+      const int granule = ahead.m * kRows + g;
+      const int found = count[c] > 0 ? entry(args, work, ahead.head, next[c]) : -1;
+      const bool here = found >> 2 == granule;
+      next[c] += here;
+      count[c] -= here;
+      all = g == 0 ? (here ? found & 3 : kEmpty) : join_classes(all, here ? found & 3 : kEmpty);
+    }
     return all;
   }
 };
@@ -147,6 +136,8 @@ struct BwdWord {
   __device__ bool edge() const { return word % 2 != 0; }
   __device__ int m() const { return int(word >> kNumber); }
   __device__ GranuleClass of(int list) const { return GranuleClass(word >> (1 + 2 * list) & 3); }
+  // Whether a list's granules are left as they are.
+  __device__ bool kept(int list) const { return !kMasked || of(list) == kFull; }
   __device__ bool final() const { return word >> 5 & 1; }
 };
 
@@ -160,7 +151,7 @@ struct BwdFollow {
     m = told.m();
     final = told.final();
   }
-  __device__ void advance(const BwdArgs&) { left = !final; }
+  __device__ void advance(const BwdArgs&, const FwdWork&) { left = !final; }
 };
 template <typename Tile>
 using BwdFollower = std::conditional_t<Tile::kMasked, BwdFollow, BwdVisit>;

@@ -27,11 +27,12 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
   const auto box_v = [&](int i) { return min(consumer * kOwnV + i, Tile::kBoxesV - 1); };
 
   float dk[kOwn][kBlockN / 2], dv[kOwnV][kBlockN / 2], s[kKeys / 2], dp[kKeys / 2], dq[kBlockM / 2];
-  BwdBlockMask<Tile> block_mask(args, key, thread);
+  BwdBlockMask<Tile> block_mask(shared, key, thread);
   Ring<Tile::kStages> q_ring;
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
 
+  const auto told_slot = [&] { return int(q_ring.count % Tile::kVisits); };  // of the block in turn
   const auto free_stage = [&](uint32_t barrier) {
     fwd_delay(FwdPoint::kFree);
     if (lane == 0) ptx::mbarrier_arrive(barrier);
@@ -92,13 +93,13 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
     const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats) {
       const bool coarse = stats.coarse(lane);
-      if (!visit.edge() && block_mask.plain() && !coarse) return;
+      if (!visit.edge() && visit.kept(0) && !coarse) return;
       const int m = visit.m();
       if (args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
-      block_mask.template apply<kBFloat16>(args, s);
+      block_mask.template apply<kBFloat16>(args, work, told_slot(), s);
       const int row = m * kBlockM + lane_row, first_column = first_key + lane_column;
       int first[2], last[2];
 #pragma unroll
@@ -128,13 +129,13 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
 
 #pragma unroll 1
-    for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args)) {
+    for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {
       const uint32_t q = shared.q(q_ring.stage()), grad_out = shared.grad_out(grad_out_ring.stage());
       ptx::mbarrier_wait(shared.full_q(q_ring.stage()), q_ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
       if constexpr (Tile::kMasked) {
-        block_mask.take(args, shared, int(q_ring.count % Tile::kVisits), work);
-        at.hear(block_mask.told, block_mask.head);
+        block_mask.load_bits(args, work, told_slot());
+        at.hear(bwd_visit(shared, told_slot()), bwd_visit_head(shared, told_slot()));
       }
       ptx::wgmma_fence();
       issue_scores(s, std::integral_constant<int, Tile::kDim>(), q, shared.k());
@@ -144,11 +145,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       const BwdStats<kBlockM> stats{shared.stats(q_ring.stage())};
-      if constexpr (Tile::kMasked) {
-        mask(block_mask.told, stats);
-      } else {
-        mask(bwd_visit(shared, q_ring.stage()), stats);
-      }
+      mask(bwd_visit(shared, told_slot()), stats);
       const float shift[2] = {ptx::load_shared_float(stats.shift(lane_row)), ptx::load_shared_float(stats.shift(lane_row + 8))};
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], args.scale_log2, -shift[score_row(i)]));

@@ -24,23 +24,26 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   static_assert(kPieceByQueries || kBlockM == kBwdPiece);
   const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
   const int lane_column = 2 * (lane % 4);
+  // Masked: anew for each product, or addresses kept for the whole tile spill.
+  const auto own_key = [&] { return Tile::kMasked ? __shfl_sync(0xffffffffu, key, 0) : key; };
   const auto consumer = [&] { return key / kConsumerRows; };
   const auto elected = [&] { return key + thread == 0; };
 
   float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], dp[kBlockM / 2], dq[kPieceColumns / 2];
   uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];
-  BwdBlockMask<Tile> block_mask(args, key, thread);
+  BwdBlockMask<Tile> block_mask(shared, key, thread);
   Ring<2> ring;  // one block of queries: of Q, dO and dS, which go round together, and its phase is that of dQ
   Ring<kTileSlots> tile_ring;
   static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
 
+  const auto told_slot = [&] { return int(ring.count % Tile::kVisits); };  // of the block in turn
   const auto free_stage = [&](uint32_t barrier) {
     fwd_delay(FwdPoint::kFree);
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
   // S^T of the Q in turn, for the keys of this consumer.
   const auto issue_scores = [&] {
-    const uint64_t a = ptx::wgmma_operand(shared.k() + key * kBoxRowBytes);
+    const uint64_t a = ptx::wgmma_operand(shared.k() + own_key() * kBoxRowBytes);
     const uint64_t b = ptx::wgmma_operand(shared.q(ring.stage()));
 #pragma unroll
     for (int step = 0; step < Tile::kDim / 16; ++step) {
@@ -51,7 +54,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ptx::wgmma_commit();
   };
   const auto issue_grad_probabilities = [&] {
-    const uint64_t a = ptx::wgmma_operand(shared.v() + key * kBoxRowBytes);
+    const uint64_t a = ptx::wgmma_operand(shared.v() + own_key() * kBoxRowBytes);
     const uint64_t b = ptx::wgmma_operand(shared.grad_out(ring.stage()));
 #pragma unroll
     for (int step = 0; step < Tile::kDimV / 16; ++step) {
@@ -73,8 +76,9 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   };
   // This consumer's piece of dQ, from the dS of all keys.
   const auto issue_piece = [&](const Ring<2>& at) {
-    const uint32_t shared_a = shared.scores(at.stage()) + (kPieceByQueries ? consumer() * Tile::kKeyBoxBytes : 0);
-    const uint32_t shared_b = shared.k() + (kPieceByQueries ? 0 : consumer() * Tile::kKeyBoxBytes);
+    const uint32_t box = own_key() / kConsumerRows * Tile::kKeyBoxBytes;
+    const uint32_t shared_a = shared.scores(at.stage()) + (kPieceByQueries ? box : 0);
+    const uint32_t shared_b = shared.k() + (kPieceByQueries ? 0 : box);
     const uint64_t a = ptx::wgmma_operand(shared_a), b = ptx::wgmma_operand(shared_b);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
@@ -100,13 +104,13 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
     const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats) {
       const bool coarse = stats.coarse(lane);
-      if (!visit.edge() && block_mask.plain() && !coarse) return;
+      if (!visit.edge() && visit.kept(consumer()) && !coarse) return;
       const int m = visit.m();
       if (args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
-      block_mask.template apply<kBFloat16>(args, s);
+      block_mask.template apply<kBFloat16>(args, work, told_slot(), s);
       const int first_column = m * kBlockM + lane_column, row = first_key + lane_row;
       int first[2], last[2];
 #pragma unroll
@@ -137,17 +141,23 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
 
     // P and dS of one block of queries, whose S is under way.
     const auto make_scores = [&] {
-      ptx::mbarrier_wait(shared.full_grad_out(ring.stage()), ring.phase());
-      fwd_delay(FwdPoint::kKeyThere);
-      ptx::wgmma_fence();
-      issue_grad_probabilities();
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_settle(s);
+      const auto begin_grad_probabilities = [&] {
+        ptx::mbarrier_wait(shared.full_grad_out(ring.stage()), ring.phase());
+        fwd_delay(FwdPoint::kKeyThere);
+        ptx::wgmma_fence();
+        issue_grad_probabilities();
+      };
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
-      if constexpr (Tile::kMasked) {
-        mask(block_mask.told, stats);
+      if constexpr (Tile::kMasked) {  // what a mask needs of registers is not there while dP is under way
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_settle(s);
+        mask(bwd_visit(shared, told_slot()), stats);
+        begin_grad_probabilities();
       } else {
-        mask(bwd_visit(shared, ring.stage()), stats);
+        begin_grad_probabilities();
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_settle(s);
+        mask(bwd_visit(shared, told_slot()), stats);
       }
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 4) {
@@ -177,7 +187,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const auto give_scores = [&] {
       ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
       fwd_delay(FwdPoint::kStore);
-      const int row = key + thread / ptx::kWarpLanes * 16 + lane % 16;
+      const int row = own_key() + thread / ptx::kWarpLanes * 16 + lane % 16;
 #pragma unroll
       for (int j = 0; j < kBlockM / 16; ++j) {
         ptx::stmatrix_x4(shared.scores(ring.stage()) + swizzled_offset<kBlockN>(row, 2 * j + lane / 16), ds[j][0], ds[j][1],
@@ -209,7 +219,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const auto begin_scores = [&] {
       ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
-      if constexpr (Tile::kMasked) block_mask.take(args, shared, int(ring.count % Tile::kVisits), work);
+      if constexpr (Tile::kMasked) block_mask.load_bits(args, work, told_slot());
       ptx::wgmma_fence();
       issue_scores();
     };
@@ -246,10 +256,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     begin_scores();
     make_scores();
     int left = (work.last - work.first) * args.group - 1;
-    if (Tile::kMasked ? !block_mask.final() : left > 0) {
+    if (Tile::kMasked ? !bwd_visit(shared, told_slot()).final() : left > 0) {
       advance(std::true_type());
 #pragma unroll 1
-      while (Tile::kMasked ? !block_mask.final() : --left > 0) advance(std::false_type());  // with nothing under way from turn to turn
+      while (Tile::kMasked ? !bwd_visit(shared, told_slot()).final() : --left > 0) advance(std::false_type());  // with nothing under way from turn to turn
       const Ring<2> before{ring.count - 1};
       begin_piece(before);
       ptx::wgmma_wait<0>();

@@ -81,12 +81,12 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
         loader);
     kv_phase ^= 1;
     load_grad_out();
-    at.advance(args);
+    at.advance(args, work);
 #pragma unroll 1
     while (at.left > 0) {
       load_q();
       load_grad_out();
-      at.advance(args);
+      at.advance(args, work);
     }
     claim();
   }
@@ -106,7 +106,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
     if (work.end()) break;
     if (lane == 0) {
 #pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args)) {
+      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {
         if constexpr (Tile::kMasked) {
           ptx::mbarrier_wait(shared.full_piece(consumer), phase);
           at.hear(BwdWord<true>{ptx::load_shared_4(shared.visit(told.stage()))},

@@ -23,6 +23,9 @@ struct BwdShared {
   __device__ uint32_t piece(int consumer) const { return base + Tile::kPieceOffset + consumer * Tile::kPieceBytes; }
   __device__ uint32_t stats(int stage) const { return base + Tile::kStatsOffset + stage * Tile::kStatsBytes; }
   __device__ uint32_t visit(int slot) const { return base + Tile::kVisitOffset + 8 * slot; }
+  __device__ uint32_t values(int consumer, int warp) const {
+    return base + Tile::kValuesOffset + (consumer * kWarpsPerGroup + warp) * Tile::kValuesBytes;
+  }
   __device__ uint32_t dk() const { return base + Tile::kDkOffset; }
   __device__ uint32_t dv() const { return base + Tile::kDvOffset; }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }

@@ -7,8 +7,12 @@
 
 #include "bwd_args.h"
 #include "fwd_tiles.h"
+#include "ring.cuh"
 
 namespace flashsdpa {
+
+// Values of an additive mask that a warp brings into shared memory at a time.
+constexpr int kBwdMaskRows = 16, kBwdMaskColumns = 32;
 
 struct BwdChoice {
   int block_m, block_n, consumers;
@@ -77,7 +81,9 @@ struct BwdTile {
   // an adder reads is at most four blocks behind what the loader writes.
   static constexpr int kVisits = kMasked ? 8 : kStages;
   static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;
-  static constexpr int kBarrierOffset = kVisitOffset + kVisits * 8;
+  static constexpr int kValuesBytes = kMasked ? kBwdMaskRows * kBwdMaskColumns * int(sizeof(float)) : 0;  // of one warp
+  static constexpr int kValuesOffset = kVisitOffset + kVisits * 8;
+  static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
   static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 2 * kAdders + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
