@@ -41,10 +41,12 @@ struct BwdPlanWalk {
   __device__ void start(const BwdArgs& args, const FwdWork& work) {
     left = 0;
     if (work.end() || work.empty()) return;
-    ahead.head = work.head * args.group;
-    open_head(args, work);
-    step(args, work);
-    advance(args, work);
+    ahead.head = work.head * args.group - 1;  // with nothing left
+    ahead.m = 0;
+#pragma unroll
+    for (int c = 0; c < kLists; ++c) count[c] = 0;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) advance(args, work);  // its code once: there is much of it
   }
   __device__ void advance(const BwdArgs& args, const FwdWork& work) {
     head = ahead.head;
@@ -87,10 +89,11 @@ struct BwdPlanWalk {
   // The block after `ahead` becomes `ahead`; -1 for its m if there is none.
   __device__ void step(const BwdArgs& args, const FwdWork& work) {
     while (!step_in_head(args, work)) {
-      if (++ahead.head % args.group == 0) {
+      if (ahead.head == work.head * args.group + args.group - 1) {
         ahead.m = -1;
         return;
       }
+      ++ahead.head;
       open_head(args, work);
     }
   }

@@ -24,19 +24,20 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
     if (kAlone || loader == 0) {
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
       work = bwd_work<Tile>(args, next);
-      if constexpr (Tile::kMasked) {
-        at.start(args, work);
-        if (at.left == 0) work.last = work.first;  // nothing to see
-      }
       fwd_put_work<false>(shared.tile(tile_ring.stage()), work);
       ptx::store_shared_4(shared.tile(tile_ring.stage()) + kKvPhaseOffset, kv_phase);
-      ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
+      if constexpr (!Tile::kMasked) ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
     if constexpr (!kAlone) {
       ptx::barrier_sync(int(FwdBarrier::kProducer), Tile::kLoaders);
       work = fwd_get_work<false>(shared.tile(tile_ring.stage()));
-      if constexpr (Tile::kMasked) {
-        if (loader != 0) at.start(args, work);
+    }
+    if constexpr (Tile::kMasked) {
+      at.start(args, work);
+      if (at.left == 0) work.last = work.first;  // nothing to see; a loader that reads this finds the same
+      if (kAlone || loader == 0) {
+        fwd_put_work<false>(shared.tile(tile_ring.stage()), work);
+        ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
       }
     }
     tile_ring.advance();
