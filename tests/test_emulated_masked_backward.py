@@ -108,6 +108,21 @@ def test_large_scores(attention, magnitude):
         check(replace(x, q=(x.q * magnitude).bfloat16()), run=runner(attention))
 
 
+@pytest.mark.parametrize("magnitude", (1e2, 133120.0))
+def test_equal_scores_of_any_magnitude(attention, magnitude):
+    """Where the log-sum-exp has lost the logarithm of the sum, the keys that the mask keeps are counted, and no others."""
+    for dim, kind in itertools.product((64, 192), ("random", "bias_inf")):
+        x = inputs(Case(f"equal-{kind}", 1, (2, 1), (70, 100), (dim, dim), torch.bfloat16, mask=kind))
+        keep = x.mask if x.mask.dtype == torch.bool else x.mask != -INF
+        mask = x.mask if x.mask.dtype == torch.bool else torch.zeros_like(x.mask).masked_fill_(~keep, -INF)
+        leaves = [t.detach().requires_grad_() for t in (torch.full_like(x.q, magnitude), torch.full_like(x.k, magnitude), x.v)]
+        out, _ = attention(*leaves, mask, **Call().op_arguments())
+        dv = torch.autograd.grad(out, leaves, x.grad_out)[2]
+        weights = keep.double() / keep.double().sum(-1, keepdim=True).clamp(min=1)
+        want = (weights.transpose(-1, -2) @ x.grad_out.double()).sum(1, keepdim=True)
+        assert (dv.double() - want).abs().max() < 0.01 * want.abs().max()
+
+
 def test_bad_numbers_of_removed_keys(attention):
     """NaN in K and V of keys that are skipped reaches no gradient of the others; in K where bits or values remove the score, not
     those of K and V."""
