@@ -221,7 +221,7 @@ def run_case(case, grid, rounds):
         row["tflops"] = flop / row["ms"] / 1e9
     ratio, bound = measure.ratio_with_bound(times)
     ours |= {"ratio": ratio, "ratio_lower_95": bound, "isa": "sm90", "section": grid,
-             "shape": {"kind": "mask", "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq}}  # fmt: skip
+             "shape": {"kind": "bias" if case.is_bias else "mask", "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq}}  # fmt: skip
     return rows
 
 

@@ -78,6 +78,16 @@ def test_output_mask_of_the_op():
         assert grads[4].shape == (0,)
 
 
+def test_probabilities_of_few_queries_sum_to_one():
+    """The decoding kernel sums scores in another order than the backward, so its log-sum-exp is not quite the backward's. With
+    ones for grad_out, dv summed over the keys is the sum of each query's probabilities."""
+    g = generator("few")
+    q, k, v = (torch.randn(20, 4, n, 72, generator=g).requires_grad_() for n in (2, 129, 129))
+    out, _ = ops().forward(q, k, v, scale=0.3)
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    assert (dv.double().sum(2) - 2).abs().max() < 5e-7
+
+
 def test_gradient_of_lse_alone():
     """grad_out undefined: only the log-sum-exp is differentiated."""
     x = inputs(Case("lse_only", heads=(4, 2), lse_grad=True, mask="random"))

@@ -1,7 +1,9 @@
 """The commands of `python -m torch_flashsdpa`, the benchmark's parts, and the tools that read its records."""
 
+import importlib.machinery
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,6 @@ import torch
 
 from torch_flashsdpa import cli, demo
 from torch_flashsdpa.bench import cases, command, measure, output
-
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -163,13 +164,27 @@ def _row(ratio, kind="mask", isa="avx2", impl="flashsdpa", section="grid"):
 
 
 def test_auto_table_keeps_the_lowest_ratio():
-    runs = [{"rows": [_row(1.5), _row(1.2), _row(9.0, impl="stock"), _row(2.0, isa="avx512")]},
-            {"rows": [_row(1.3), {"impl": "flashsdpa", "note": "failed", "section": "grid"}]}]  # fmt: skip
+    runs = [{"date": "2026-11-29T10", "rows": [_row(1.5), _row(1.2), _row(9.0, impl="stock"), _row(2.0, isa="avx512")]},
+            {"date": "2026-11-29T11", "rows": [_row(1.3), {"impl": "flashsdpa", "note": "failed", "section": "grid"}]}]  # fmt: skip
     expected = {"device": "cpu", "dtype": "float32", "kind": "mask", "grad": True, "dim": 64, "seq_q": 128, "seq_k": 256}
-    assert tool("make_auto_table").table_rows(runs) == [
-        expected | {"isa": "avx2", "ratio": 1.2},
+    table_rows = tool("make_auto_table").table_rows
+    assert table_rows(runs) == [expected | {"isa": "avx2", "ratio": 1.2}, expected | {"isa": "avx512", "ratio": 2.0}]
+    runs.append({"date": "2026-11-30T10", "rows": [_row(1.4), _row(0.9) | {"group": "bias"}]})
+    assert table_rows(runs) == [
+        expected | {"isa": "avx2", "kind": "bias", "ratio": 0.9},
+        expected | {"isa": "avx2", "ratio": 1.4},  # of the newest date
         expected | {"isa": "avx512", "ratio": 2.0},
     ]
+
+
+def test_planted_faults_stand_in_the_sources():
+    """Each replaces a text that its file holds once; the run of tools/mutants that tries them takes hours."""
+    loader = importlib.machinery.SourceFileLoader("mutants", str(ROOT / "tools" / "mutants"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mutants", loader))
+    sys.modules["mutants"] = module  # for its dataclass
+    loader.exec_module(module)
+    stale = [fault.name for fault in module.FAULTS if (ROOT / fault.path).read_text().count(fault.old) != 1]
+    assert len(module.FAULTS) > 80 and not stale
 
 
 def test_shipped_auto_table_is_accepted():

@@ -319,6 +319,12 @@ def test_doctor_notes_a_restricted_torch():
         assert any("limited to math" in note for note in torch_flashsdpa.doctor()["notes"])
 
 
+@pytest.mark.parametrize("first", ("record_dispatch().__enter__()", "log('launches')", "explain(q, q, q)", "routed_calls()"))
+def test_any_report_may_be_the_first_use(run_python, first):
+    code = f"import torch; from torch_flashsdpa import *; from torch_flashsdpa.report import log; q = torch.ones(1, 1, 4, 4); {first}"
+    run_python(code + "; print('done')")
+
+
 # --- merge_partials ---------------------------------------------------------------------------------------------------
 
 

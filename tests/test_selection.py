@@ -19,8 +19,8 @@ def make(grad=False):
     return [torch.randn(2, 3, 20, 16, requires_grad=grad) for _ in range(3)]
 
 
-def call(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v)
+def call(q, k, v, attn_mask=None):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
 
 
 # --- the default of the process ---------------------------------------------------------------------------------------
@@ -78,6 +78,11 @@ def test_auto_follows_its_table(routed):
             binding().set_auto_table([row | {"ratio": ratio}])
             assert routed(call, q, k, v) == served
         assert routed(call, *make(grad=True)) == 0  # no row for a call with gradients
+        binding().set_auto_table([row | {"kind": "mask", "ratio": 1.5}])
+        keep, bias = torch.ones(20, 20, dtype=torch.bool), torch.zeros(20, 20)
+        assert [routed(call, q, k, v, mask) for mask in (keep, bias)] == [1, 1]  # additive masks go by the bool masks' row,
+        binding().set_auto_table([row | {"kind": "mask", "ratio": 1.5}, row | {"kind": "bias", "ratio": 0.5}])
+        assert [routed(call, q, k, v, mask) for mask in (keep, bias)] == [1, 0]  # unless they have their own
     finally:
         binding().set_auto_table(auto_table.rows())
 

@@ -1,7 +1,8 @@
 """Make the table of "auto", torch_flashsdpa/data/auto_table.json, from the recorded runs in benchmarks/results.
 
-Each row of ours with a measured ratio becomes one row; where runs repeat a cell, the lowest ratio counts, so that a call
-is only routed where no run has seen stock win. For masked calls the worst of the recorded masks stands for its shape.
+Each row of ours with a measured ratio becomes one row. Where runs repeat a cell, those of the newest date count, and of them the
+lowest ratio, so that a call is only routed where none has seen stock win. For masked calls the worst of the recorded bool masks, and
+of the additive ones ("bias"), stands for its shape.
 """
 
 import json
@@ -15,22 +16,24 @@ TABLE = ROOT / "torch_flashsdpa" / "data" / "auto_table.json"
 
 def table_rows(runs):
     """The table's rows of these runs (parsed JSON documents), sorted."""
-    lowest = {}
-    for run in runs:
+    lowest, dates = {}, {}
+    for run in sorted(runs, key=lambda run: run["date"][:10]):
         for row in run["rows"]:
             if row.get("impl") != "flashsdpa" or "ratio" not in row or row["section"] == "memory":
                 continue
-            shape = row["shape"]
-            key = (row["isa"], row["dtype"], shape["kind"], row["pass"] == "fwd+bwd",
+            shape, additive = row["shape"], row.get("group") == "bias"
+            key = (row["isa"], row["dtype"], "bias" if additive else shape["kind"], row["pass"] == "fwd+bwd",
                    shape["dim"], shape["seq_q"], shape["seq_k"])  # fmt: skip
-            lowest[key] = min(row["ratio"], lowest.get(key, row["ratio"]))
+            if dates.get(key) != run["date"][:10]:
+                dates[key], lowest[key] = run["date"][:10], row["ratio"]
+            lowest[key] = min(row["ratio"], lowest[key])
     names = ("isa", "dtype", "kind", "grad", "dim", "seq_q", "seq_k")
     return [{"device": "cuda" if key[0].startswith("sm") else "cpu", **dict(zip(names, key)), "ratio": round(lowest[key], 3)}
             for key in sorted(lowest)]
 
 
 def main():
-    paths = sorted([*RESULTS.glob("*-cpu*.json"), *RESULTS.glob("*-forward.json"), *RESULTS.glob("*-forward-auto.json"),
+    paths = sorted([*RESULTS.glob("*-cpu*.json"), *RESULTS.glob("*-forward.json"), *RESULTS.glob("*-forward-auto.json"), *RESULTS.glob("*-forward-decode.json"),
                     *RESULTS.glob("*-backward-auto.json"), *RESULTS.glob("*-masks.json"), *RESULTS.glob("*-masks-auto.json")])
     if not paths:
         print(f"no recorded runs in {RESULTS}; make one with `python benchmarks/cpu.py --grid auto`, on a GPU with "

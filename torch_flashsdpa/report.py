@@ -198,11 +198,13 @@ class _Observers:
         self._listeners = []
 
     def add(self, listener):
+        _loader.load()  # not under the lock: what is loaded connects the log, which comes here too
         with self._lock:
             self._listeners = [*self._listeners, listener]
             self._publish()
 
     def remove(self, listener):
+        _loader.load()
         with self._lock:
             self._listeners = [other for other in self._listeners if other is not listener]
             self._publish()

@@ -45,6 +45,7 @@ const char* mask_kind_name(MaskKind kind) {
     case MaskKind::kFull: return "full";
     case MaskKind::kCausalOnly: return "causal";
     case MaskKind::kMask: return "mask";
+    case MaskKind::kBias: return "bias";
   }
   return "";
 }
@@ -60,17 +61,21 @@ void set_auto_table(const std::vector<AutoRow>& rows) {
 void check_auto(const Call& call, Reasons& reasons) {
   const KernelEntry* entry = forward_entry(call);
   if (entry == nullptr) return;  // already refused for that
-  const MaskKind kind = given(call.options.attn_mask) ? MaskKind::kMask
-                        : call.options.is_causal      ? MaskKind::kCausalOnly
-                                                      : MaskKind::kFull;
+  const auto& mask = call.options.attn_mask;
+  const MaskKind kind = given(mask) ? (mask->scalar_type() == at::kBool ? MaskKind::kMask : MaskKind::kBias)
+                        : call.options.is_causal ? MaskKind::kCausalOnly
+                                                 : MaskKind::kFull;
   const bool grad = needs_grad(call);
   const auto type = call.query.scalar_type();
   const Table* rows = table.load(std::memory_order_acquire);
   const Table::mapped_type* candidates = nullptr;
-  if (rows != nullptr) {
-    const auto found = rows->find(key(entry->isa, *to_dtype(type), kind, grad));
+  const auto find = [&](MaskKind recorded) {
+    if (rows == nullptr || candidates != nullptr) return;
+    const auto found = rows->find(key(entry->isa, *to_dtype(type), recorded, grad));
     if (found != rows->end()) candidates = &found->second;
-  }
+  };
+  find(kind);
+  if (kind == MaskKind::kBias) find(MaskKind::kMask);  // where additive masks were not measured by themselves
   const char* pass = grad ? "forward and backward" : "forward";
   if (candidates == nullptr) {
     reasons.add("auto: no recorded run for ", isa_name(entry->isa), " ", dtype_name(type), " ", mask_kind_name(kind),

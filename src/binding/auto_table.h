@@ -9,7 +9,7 @@
 
 namespace flashsdpa {
 
-enum class MaskKind : int32_t { kFull = 0, kCausalOnly = 1, kMask = 2 };
+enum class MaskKind : int32_t { kFull = 0, kCausalOnly = 1, kMask = 2, kBias = 3 };  // a bool mask, an additive one
 const char* mask_kind_name(MaskKind kind);
 
 struct AutoRow {

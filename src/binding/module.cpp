@@ -148,7 +148,7 @@ T by_name(const T (&values)[n], const std::string& text, const char* what, Name 
 }
 
 void set_auto_rows(const py::list& rows) {
-  constexpr MaskKind kinds[] = {MaskKind::kFull, MaskKind::kCausalOnly, MaskKind::kMask};
+  constexpr MaskKind kinds[] = {MaskKind::kFull, MaskKind::kCausalOnly, MaskKind::kMask, MaskKind::kBias};
   std::vector<AutoRow> table;
   for (const py::handle& item : rows) {
     const auto row = item.cast<py::dict>();

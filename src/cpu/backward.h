@@ -65,14 +65,19 @@ struct BackwardScratch {
       if (a.grad_lse) delta[r] -= static_cast<const T*>(a.grad_lse)[at];
       const T row_lse = static_cast<const T*>(a.lse)[at];
       if (row_lse != kNegInf<T>) shift[r] = row_lse;
-      coarse |= std::abs(row_lse) > kCoarse && std::isfinite(row_lse);
+      coarse |= inexact(p, row_lse);
     }
     if (coarse) restore_sums(a, tile);
   }
 
   // A log-sum-exp of large magnitude (a row of the lowest finite bias, say) has no digits left for the logarithm of the
-  // sum: such rows get their maximum and sum again, from one more pass over their scores.
-  static constexpr T kCoarse = T(1 << 12);
+  // sum; that of few queries may be the decoding kernel's, whose scores were summed in another order than ours here. Such
+  // rows get their maximum and sum again, from one more pass over their scores.
+  static bool inexact(const Problem& p, T lse) {
+    constexpr T kCoarse = T(1 << 12);
+    constexpr int64_t kFewQueries = 8;  // as many as the decoding kernel takes
+    return std::isfinite(lse) && (std::abs(lse) > kCoarse || p.seq_q <= kFewQueries);
+  }
   void restore_sums(const BackwardParams& a, const RowTile& tile) {
     SoftmaxState<T> state;
     for (int r = 0; r < kTile; ++r) state.max[r] = kNegInf<T>, state.sum[r] = T(0);
@@ -82,7 +87,7 @@ struct BackwardScratch {
       online_softmax<1>(pt, 0, tile.rows, spans, engine.factor(), state, alpha, [](int, int, Vec<T>, Vec<T>) {});
     });
     for (int r = 0; r < tile.rows; ++r)
-      if (std::abs(shift[r]) > kCoarse && std::isfinite(shift[r]))
+      if (inexact(a.problem, shift[r]))
         shift[r] = state.max[r] * engine.factor(), weight[r] = T(1) / state.sum[r];
   }
 
