@@ -12,29 +12,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = ROOT / "torch_flashsdpa" / "data" / "auto_table.json"
+RECORDS = ("cpu*", "forward", "forward-auto", "forward-decode", "backward-auto", "masks", "masks-auto")
 
 
 def table_rows(runs):
     """The table's rows of these runs (parsed JSON documents), sorted."""
-    lowest, dates = {}, {}
-    for run in sorted(runs, key=lambda run: run["date"][:10]):
+    lowest = {}  # key: (date, ratio)
+    for run in runs:
+        date = run["date"][:10]
         for row in run["rows"]:
             if row.get("impl") != "flashsdpa" or "ratio" not in row or row["section"] == "memory":
                 continue
             shape, additive = row["shape"], row.get("group") == "bias"
             key = (row["isa"], row["dtype"], "bias" if additive else shape["kind"], row["pass"] == "fwd+bwd",
                    shape["dim"], shape["seq_q"], shape["seq_k"])  # fmt: skip
-            if dates.get(key) != run["date"][:10]:
-                dates[key], lowest[key] = run["date"][:10], row["ratio"]
-            lowest[key] = min(row["ratio"], lowest[key])
+            before, ratio = lowest.get(key, (date, row["ratio"]))
+            if date >= before:
+                lowest[key] = date, min(ratio, row["ratio"]) if date == before else row["ratio"]
     names = ("isa", "dtype", "kind", "grad", "dim", "seq_q", "seq_k")
-    return [{"device": "cuda" if key[0].startswith("sm") else "cpu", **dict(zip(names, key)), "ratio": round(lowest[key], 3)}
+    return [{"device": "cuda" if key[0].startswith("sm") else "cpu", **dict(zip(names, key)), "ratio": round(lowest[key][1], 3)}
             for key in sorted(lowest)]
 
 
 def main():
-    paths = sorted([*RESULTS.glob("*-cpu*.json"), *RESULTS.glob("*-forward.json"), *RESULTS.glob("*-forward-auto.json"), *RESULTS.glob("*-forward-decode.json"),
-                    *RESULTS.glob("*-backward-auto.json"), *RESULTS.glob("*-masks.json"), *RESULTS.glob("*-masks-auto.json")])
+    paths = sorted(path for name in RECORDS for path in RESULTS.glob(f"*-{name}.json"))
     if not paths:
         print(f"no recorded runs in {RESULTS}; make one with `python benchmarks/cpu.py --grid auto`, on a GPU with "
               "`python benchmarks/forward.py --grid auto`")
