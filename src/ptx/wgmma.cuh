@@ -29,6 +29,13 @@ __device__ inline void wgmma_settle(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// Registers of A stay as they are up to here, behind the wait for the products that read them.
+template <int kRows>
+__device__ inline void wgmma_keep(const uint32_t (&registers)[kRows][4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * kRows; ++i) asm volatile("" ::"r"(registers[i / 4][i % 4]) : "memory");
+}
+
 // A copy that the compiler does not merge with its source: registers of A must not be written while a product reads
 // them, and a merged copy would write them where the source is computed.
 __device__ inline uint32_t wgmma_register_copy(uint32_t source) {

@@ -92,7 +92,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
 
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
     const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats) {
-      const bool coarse = stats.coarse(lane);
+      const bool coarse = any_coarse(stats.coarse(lane));
       if (!visit.edge() && visit.kept(0) && !coarse) return;
       const int m = visit.m();
       if (args.sign != 1.f) {

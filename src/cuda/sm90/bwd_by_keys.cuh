@@ -2,7 +2,8 @@
 //
 // For each block of queries: S^T = K Q^T and dP^T = V dO^T (shared x shared), P = exp2(S - shift), dS = P (dP - delta),
 // dV += P^T dO and dK += dS^T Q (registers x shared), and from the dS of all consumers, in shared memory, 64 queries x 64
-// columns of dQ = dS K, which a warp of the producer adds to the sum in global memory.
+// columns of dQ = dS K, added to the sum in global memory: straight from registers, or, in a fixed order, by a warp of the
+// producer, which can wait for its turn.
 #pragma once
 
 #include <type_traits>
@@ -24,8 +25,8 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   static_assert(kPieceByQueries || kBlockM == kBwdPiece);
   const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
   const int lane_column = 2 * (lane % 4);
-  // Masked: anew for each product, or addresses kept for the whole tile spill.
-  const auto own_key = [&] { return Tile::kMasked ? __shfl_sync(0xffffffffu, key, 0) : key; };
+  // Anew for each product, or addresses kept for the whole tile spill.
+  const auto own_key = [&] { return __shfl_sync(0xffffffffu, key, 0); };
   const auto consumer = [&] { return key / kConsumerRows; };
   const auto elected = [&] { return key + thread == 0; };
 
@@ -91,9 +92,6 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     if (work.end()) break;
-    // The gradients of the tile before lie where dS and dQ go.
-    if (elected()) ptx::tma_store_wait_read();
-    ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     if (work.empty()) {
       store_zero_gradients<Tile>(args, work, consumer() * ptx::kWarpgroupThreads + thread);
       bwd_leave_work(shared, tile_ring, lane);
@@ -102,9 +100,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const int first_key = work.row + key;
 
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
-    const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats) {
-      const bool coarse = stats.coarse(lane);
-      if (!visit.edge() && visit.kept(consumer()) && !coarse) return;
+    const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats, bool coarse) {
       const int m = visit.m();
       if (args.sign != 1.f) {
 #pragma unroll
@@ -139,26 +135,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ptx::mbarrier_wait(shared.full_k(), kv_phase);
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
 
-    // P and dS of one block of queries, whose S is under way.
-    const auto make_scores = [&] {
-      const auto begin_grad_probabilities = [&] {
-        ptx::mbarrier_wait(shared.full_grad_out(ring.stage()), ring.phase());
-        fwd_delay(FwdPoint::kKeyThere);
-        ptx::wgmma_fence();
-        issue_grad_probabilities();
-      };
-      const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
-      if constexpr (Tile::kMasked) {  // what a mask needs of registers is not there while dP is under way
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_settle(s);
-        mask(bwd_visit(shared, told_slot()), stats);
-        begin_grad_probabilities();
-      } else {
-        begin_grad_probabilities();
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_settle(s);
-        mask(bwd_visit(shared, told_slot()), stats);
-      }
+    const auto make_probabilities = [&](const BwdStats<kBlockM>& stats) {
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 4) {
         float low, high;
@@ -169,6 +146,29 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
           s[i + r + 1] = ptx::exp2_fast(fmaf(s[i + r + 1], args.scale_log2, -high));
         }
       }
+      ptx::wgmma_settle(s);  // here, not behind what is waited for next
+    };
+    // From the S of one block of queries, under way with `kBehind` groups of products begun after it, to its P and dS.
+    // `finish_before` waits for those products, of the block before.
+    const auto make_scores = [&](auto behind, const auto& finish_before) {
+      const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
+      const float flag = stats.coarse(lane);
+      ptx::wgmma_wait<decltype(behind)::value>();
+      ptx::wgmma_settle(s);
+      const BwdWord<Tile::kMasked> visit = bwd_visit(shared, told_slot());
+      const bool coarse = any_coarse(flag);
+      if (visit.edge() || !visit.kept(consumer()) || coarse) {
+        finish_before();  // first: a mask needs registers that its products have
+        mask(visit, stats, coarse);
+        make_probabilities(stats);
+      } else {
+        make_probabilities(stats);
+        finish_before();
+      }
+      ptx::mbarrier_wait(shared.full_grad_out(ring.stage()), ring.phase());
+      fwd_delay(FwdPoint::kKeyThere);
+      ptx::wgmma_fence();
+      issue_grad_probabilities();
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
 #pragma unroll
@@ -197,13 +197,16 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       __syncwarp();
       free_stage(shared.full_scores(ring.stage()));
     };
-    const auto free_queries = [&](const Ring<2>& at) {
-      free_stage(shared.empty_grad_out(at.stage()));
-      free_stage(shared.empty_q(at.stage()));
-    };
-    // The piece of dQ that is ready, to the adder.
-    const auto give_piece = [&](const Ring<2>& at) {
-      free_stage(shared.empty_scores(at.stage()));
+    // In a fixed order, the piece of dQ that is ready goes to the adder; else it is added to the sum from here.
+    const auto give_piece = [&](const Ring<2>& at, int64_t block) {
+      if (!args.turns) {
+        float* sum = args.dq + block * Tile::kDqFloats + consumer() * kBwdPieceFloats + thread * 4;
+#pragma unroll
+        for (int i = 0; i < kPieceColumns / 2; i += 4) {
+          ptx::reduce_add_floats(sum + i * ptx::kWarpgroupThreads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        }
+        return;
+      }
       ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
       const uint32_t target = shared.piece(consumer()) + thread * 16;
@@ -215,7 +218,6 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       __syncwarp();
       free_stage(shared.full_piece(consumer()));
     };
-
     const auto begin_scores = [&] {
       ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
@@ -223,63 +225,55 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       ptx::wgmma_fence();
       issue_scores();
     };
-    const auto begin_piece = [&](const Ring<2>& at) {
+    const auto begin_sums = [&](const Ring<2>& at) {
+      issue_sum(dv, p, shared.grad_out(at.stage()));
+      issue_sum(dk, ds, shared.q(at.stage()));
+    };
+    // dV, dK and this consumer's piece of dQ of the block `at`, whose sums have been begun.
+    const auto finish = [&](const Ring<2>& at) {
+      const int slot = int(at.count % Tile::kVisits);
+      const int64_t block = bwd_block(args, work, bwd_visit_head(shared, slot), bwd_visit(shared, slot).m());
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_keep(p);
+      ptx::wgmma_keep(ds);
+      __syncwarp();  // all lanes have read its stats
+      free_stage(shared.empty_grad_out(at.stage()));
+      free_stage(shared.empty_q(at.stage()));
       ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());
       ptx::wgmma_fence();
       issue_piece(at);
-    };
-    const auto begin_sums = [&] {
-      ptx::wgmma_fence();
-      issue_sum(dv, p, shared.grad_out(ring.stage()));
-      issue_sum(dk, ds, shared.q(ring.stage()));
-    };
-    // From P and dS of one block of queries to those of the next. dQ of the block before goes with it, but for the first of a
-    // tile: by now the other consumers have long given their dS of it.
-    const auto advance = [&](auto is_first) {
-      constexpr bool kFirst = decltype(is_first)::value;
-      const Ring<2> before{ring.count - 1}, now = ring;
-      give_scores();
-      begin_sums();
-      if constexpr (!kFirst) begin_piece(before);
-      ptx::wgmma_wait<kFirst ? 0 : 1>();
-      free_queries(now);
-      ring.advance();
-      begin_scores();
-      if constexpr (!kFirst) {
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_settle(dq);
-        give_piece(before);
-      }
-      make_scores();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(dq);
+      free_stage(shared.empty_scores(at.stage()));
+      give_piece(at, block);
     };
 
     begin_scores();
-    make_scores();
+    make_scores(std::integral_constant<int, 0>(), [] {});
+    // The gradients of the tile before lie where dS and dQ go.
+    if (elected()) ptx::tma_store_wait_read();
+    ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     int left = (work.last - work.first) * args.group - 1;
-    if (Tile::kMasked ? !bwd_visit(shared, told_slot()).final() : left > 0) {
-      advance(std::true_type());
 #pragma unroll 1
-      while (Tile::kMasked ? !bwd_visit(shared, told_slot()).final() : --left > 0) advance(std::false_type());  // with nothing under way from turn to turn
-      const Ring<2> before{ring.count - 1};
-      begin_piece(before);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(dq);
-      give_piece(before);
+    while (Tile::kMasked ? !bwd_visit(shared, told_slot()).final() : left-- > 0) {  // with nothing under way from turn to turn
+      const Ring<2> before = ring;
+      give_scores();
+      ring.advance();
+      begin_scores();
+      begin_sums(before);
+      make_scores(std::integral_constant<int, 2>(), [&] { finish(before); });
     }
     give_scores();
-    begin_sums();
-    begin_piece(ring);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_settle(dq);
-    free_queries(ring);
-    give_piece(ring);
+    ptx::wgmma_fence();
+    begin_sums(ring);
+    finish(ring);
     ring.advance();
 
     free_stage(shared.empty_kv());
     ptx::wgmma_settle(dv);
     ptx::wgmma_settle(dk);
     // Once all consumers are done with dS, and the adders with dQ, dV and dK go there.
-    ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+    if (args.turns) ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
     stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);

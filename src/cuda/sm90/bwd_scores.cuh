@@ -15,11 +15,13 @@ struct BwdStats {
   __device__ uint32_t shift(int query) const { return base + 4 * query; }
   __device__ uint32_t delta(int query) const { return base + 4 * (kBlockM + query); }
   __device__ uint32_t high(int query) const { return base + 4 * (2 * kBlockM + query); }
-  // Whether any row of the block has a log-sum-exp that must be taken off before anything else; for the whole warp.
-  __device__ bool coarse(int lane) const {
-    return __any_sync(0xffffffffu, ptx::load_shared_float(base + 4 * (kBwdStats * kBlockM + lane % kBwdFlags)) != 0.f);
+  // A flag of this lane for any_coarse, read before it is needed.
+  __device__ float coarse(int lane) const {
+    return ptx::load_shared_float(base + 4 * (kBwdStats * kBlockM + lane % kBwdFlags));
   }
 };
+// Whether any row of the block has a log-sum-exp that must be taken off before anything else; for the whole warp.
+__device__ inline bool any_coarse(float flag) { return __any_sync(0xffffffffu, flag != 0.f); }
 
 // A score of a row with `high`, so that scaled, less the row's shift, it is what it should be. The scaled score is
 // rounded as the log-sum-exp was: their difference may be far smaller than one rounding of either. It is not positive

@@ -37,7 +37,10 @@ inline void tma_store(const CUtensorMap* map, uint32_t shared, PackedBoxOrigin a
 }
 inline void tma_store_commit() { emulation::commit_stores(); }
 inline void tma_store_wait_read() { emulation::wait_for_stores(0); }
-inline void tma_store_wait() { emulation::wait_for_stores(0); }  // here, stores are done when they have read
+template <int kPending = 0>
+inline void tma_store_wait() {
+  emulation::wait_for_stores(kPending);  // here, stores are done when they have read
+}
 inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
   emulation::load_bytes(shared, global, bytes, barrier);
 }
