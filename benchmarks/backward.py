@@ -10,6 +10,7 @@ Writes DIR/<date>-<machine>-backward.json. Gradients are held against float64 on
 
 import argparse
 import contextlib
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -62,8 +63,8 @@ def last_head_error(case, leaves, grad_out, grads):
 def run_both(case, rounds):
     """Forward and backward in one time, as a training step sees them."""
     leaves, grad_out = [t.requires_grad_() for t in case.make()], None
-    rows, times = {}, {"flashsdpa": [], "stock": []}
-    for name in times:
+    rows = {}
+    for name in ("flashsdpa", "stock"):
         rows[name] = {"group": "dense", "case": case.name, "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd+bwd",
                       "impl": name}  # fmt: skip
     def run(name):  # noqa: E306
@@ -73,17 +74,13 @@ def run_both(case, rounds):
         return torch.autograd.grad(out, leaves, grad_out)
 
     grad_out = torch.randn(*leaves[0].shape[:3], leaves[2].shape[3], device="cuda", dtype=case.dtype)
-    for name in times:
+    for name in rows:
         rows[name]["error"] = last_head_error(case, leaves, grad_out, run(name)) if case.seq_q <= 4096 else None
     if (rows["flashsdpa"]["error"] or 0) > 0.03:
         rows["flashsdpa"]["note"] = f"failed: error {rows['flashsdpa']['error']:.3g}"
         return list(rows.values())
-    repeats = max(2, min(50, int(10 / gpu.elapsed_ms(lambda: run("stock"), 2))))
-    for turn in range(-1, rounds):  # the first round warms up
-        for name in list(times) if turn % 2 else list(reversed(times)):
-            ms = gpu.elapsed_ms(lambda name=name: run(name), repeats)
-            if turn >= 0:
-                times[name].append(ms)
+    repeats = gpu.repeats(lambda: run("stock"), 10)
+    times = gpu.interleaved({name: lambda name=name: gpu.elapsed_ms(lambda: run(name), repeats) for name in rows}, rounds)
     for name, row in rows.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = 3.5 * case.flop() / row["ms"] / 1e9
@@ -120,17 +117,16 @@ def run_case(case, rounds):
             row["note"] = f"failed: error {row['error']:.3g}"
             continue
         calls[name] = (run, backward_context, row)
-    times, repeats = {name: [] for name in calls}, None
-    for turn in range(-1, rounds):  # the first round warms up
-        for name in list(calls) if turn % 2 else list(reversed(calls)):
-            run, context, row = calls[name]
-            with context():
-                if repeats is None:
-                    run()
-                    repeats = max(2, min(50, int(10 / gpu.elapsed_ms(run, 2))))
-                ms = gpu.elapsed_ms(run, repeats)
-            if turn >= 0:
-                times[name].append(ms)
+    if not calls:
+        return rows
+    repeats = gpu.repeats(next(iter(calls.values()))[0], 10)
+
+    def time_once(name):
+        run, context, _ = calls[name]
+        with context():
+            return gpu.elapsed_ms(run, repeats)
+
+    times = gpu.interleaved({name: functools.partial(time_once, name) for name in calls}, rounds)
     for name, (_, _, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = 2.5 * case.flop() / row["ms"] / 1e9

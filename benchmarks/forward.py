@@ -11,6 +11,7 @@ before it is timed; a wrong one gets no time.
 
 import argparse
 import contextlib
+import functools
 import statistics
 import sys
 import time
@@ -205,23 +206,21 @@ def run_case(case, grid, rounds):
     if calls["flashsdpa"][2]["error"] > limit:
         calls["flashsdpa"][2]["note"] = f"failed: error beyond {limit:.3g}"
         return rows
-    timer = host_ms if grid == "host" else gpu.elapsed_ms
-    times, repeats = {name: [] for name in calls}, 200 if grid == "host" else None
     copies = [(q, k, v)]
     if grid == "decode":  # beyond the L2 cache, several times over
         copies += [tuple(t.clone() for t in (q, k, v)) for _ in range(min(15, 200_000_000 // case.key_bytes()))]
-    for turn in range(-1, rounds):  # the first round warms up
-        order = list(calls) if turn % 2 else list(reversed(calls))
-        for name in order:
-            call, context, row = calls[name]
-            with context(), torch.no_grad():
-                runs = [lambda inputs=inputs: call(*inputs, case) for inputs in copies]  # noqa: B023
-                if repeats is None:
-                    runs[0]()
-                    repeats = max(2, min(50, int(6 / gpu.elapsed_ms(runs[0], 2))))
-                ms = graph_ms(runs, max(repeats, len(copies))) if grid == "decode" else timer(runs[0], repeats)
-            if turn >= 0:
-                times[name].append(ms)
+    with measure.ours(), torch.no_grad():
+        repeats = 200 if grid == "host" else gpu.repeats(lambda: sdpa(q, k, v, case), 6)
+
+    def time_once(name):
+        call, context, _ = calls[name]
+        with context(), torch.no_grad():
+            runs = [lambda inputs=inputs: call(*inputs, case) for inputs in copies]
+            if grid == "decode":
+                return graph_ms(runs, max(repeats, len(copies)))
+            return (host_ms if grid == "host" else gpu.elapsed_ms)(runs[0], repeats)
+
+    times = gpu.interleaved({name: functools.partial(time_once, name) for name in calls}, rounds)
     for name, (_, _, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         if grid == "decode":

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: graph timing over rotated inputs, the copy ceiling, the record of the machine."""
+"""What the GPU benchmarks share: timing in turns and from a graph, the copy ceiling, the record of the machine."""
 
 import datetime
 import re
@@ -26,6 +26,24 @@ def elapsed_ms(call, repeats):
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / repeats
+
+
+def repeats(call, ms):
+    """How many of `call` in a row fill about `ms` milliseconds."""
+    call()
+    return max(2, min(50, int(ms / elapsed_ms(call, 2))))
+
+
+def interleaved(calls, rounds):
+    """{name: what its call returned in each round}: the calls, each a measurement, take turns, and turns in going first, so that a
+    drift of the clocks falls on all of them."""
+    times = {name: [] for name in calls}
+    for turn in range(-1, rounds):  # the first round warms up
+        for name in list(calls) if turn % 2 else list(reversed(calls)):
+            ms = calls[name]()
+            if turn >= 0:
+                times[name].append(ms)
+    return times
 
 
 def graph_ms(calls, replays=25, warm_up=3):

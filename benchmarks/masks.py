@@ -210,12 +210,14 @@ def run_case(case, grid, rounds):
     if ours["error"] > 2 * calls["stock"][2]["error"] + torch.finfo(case.dtype).eps:
         ours["note"] = "wrong: no time"
         return rows
-    times = {name: [] for name in calls}
     masks = itertools.cycle([mask, mask.clone(), mask.clone()])  # none is in the cache when its turn comes
-    for _ in range(rounds):
-        for name, (call, context, _row) in calls.items():
-            with context(), torch.no_grad():
-                times[name].append(gpu.elapsed_ms(lambda call=call: call(case, q, k, v, next(masks)), 3))
+
+    def time_once(name):
+        call, context, _ = calls[name]
+        with context(), torch.no_grad():
+            return gpu.elapsed_ms(lambda: call(case, q, k, v, next(masks)), 3)
+
+    times = gpu.interleaved({name: functools.partial(time_once, name) for name in calls}, rounds)
     for name, (_call, _context, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = flop / row["ms"] / 1e9
