@@ -1,11 +1,12 @@
-"""Unmasked attention backward on the GPU, ours beside torch's backends and a fixed order of additions, in one run.
+"""Unmasked attention backward on the GPU, ours beside every rival that has one and a fixed order of additions, in one run.
 
     python benchmarks/backward.py [--grid auto] [--only TEXT] [--rounds N] [--out DIR]
 
 The cells are those of benchmarks/forward.py's dense grid. `--grid auto`: forward and backward together, ours and stock alone, over
-the shapes of the table of "auto". Else timed is torch.autograd.grad of one recorded forward: all kernels
-of the backward, the host hidden where they are long. "flashsdpa-det" is ours under torch.use_deterministic_algorithms(True).
-Writes DIR/<date>-<machine>-backward.json. Gradients are held against float64 on the last head before they are timed.
+the shapes of the table of "auto". Else timed is torch.autograd.grad of one recorded forward, and FlashAttention-3's operator where
+gpu.fa3_ops finds it: all kernels of the backward, the host hidden where they are long. "flashsdpa-det" is ours under
+torch.use_deterministic_algorithms(True). Writes DIR/<date>-<machine>-backward.json. Gradients are held against float64 on the last
+head before they are timed.
 """
 
 import argparse
@@ -41,7 +42,17 @@ IMPLEMENTATIONS = {  # name in the table: (forward call, context of the forward,
     "stock": (forward.sdpa, measure.stock, contextlib.nullcontext),
     "flash": (forward.only(SDPBackend.FLASH_ATTENTION), measure.stock, contextlib.nullcontext),
     "cudnn": (forward.only(SDPBackend.CUDNN_ATTENTION), measure.stock, contextlib.nullcontext),
+    "fa3": (forward.fa3, contextlib.nullcontext, contextlib.nullcontext),
 }
+
+
+def recorded(call, leaves, case):
+    """The output of one forward, and its backward as a function of the output's gradient."""
+    if call is forward.fa3:  # has no autograd: its operator, given what the forward leaves
+        out, lse = gpu.fa3_forward(*leaves, case.is_causal)
+        return out, lambda grad_out: gpu.fa3_backward(grad_out, *leaves, out, lse, case.is_causal)
+    out = call(*leaves, case)
+    return out, lambda grad_out: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
 
 def last_head_error(case, leaves, grad_out, grads):
@@ -94,15 +105,17 @@ def run_case(case, rounds):
     leaves = [t.requires_grad_() for t in case.make()]
     rows, calls, grad_out = [], {}, None
     for name, (call, context, backward_context) in IMPLEMENTATIONS.items():
+        if name == "fa3" and not gpu.fa3_ops():
+            continue
         row = {"group": "gqa" if case.heads_kv else "dense", "case": case.name, "dtype": str(case.dtype).removeprefix("torch."),
                "pass": "bwd", "impl": name.removesuffix("-det")}  # fmt: skip
         row |= {"note": "deterministic"} if name.endswith("-det") else {}
         rows.append(row)
         try:
             with context():
-                out = call(*leaves, case)
+                out, backward = recorded(call, leaves, case)
             grad_out = torch.randn_like(out) if grad_out is None else grad_out
-            run = lambda out=out: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)  # noqa: E731, B023
+            run = functools.partial(backward, grad_out)
             with backward_context():
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -134,12 +147,13 @@ def run_case(case, rounds):
 
 
 def table(rows):
-    lines = [f"{'case':43}" + "".join(f"{name:>14}" for name in IMPLEMENTATIONS)]
     cells = {}
     for row in rows:
         cells.setdefault(f"{row['case']} {row['dtype']}", {})[row["impl"] + ("-det" if row.get("note") == "deterministic" else "")] = row
+    names = [name for name in IMPLEMENTATIONS if any(name in by_name for by_name in cells.values())]
+    lines = [f"{'case':43}" + "".join(f"{name:>14}" for name in names)]
     for case, by_name in cells.items():
-        numbers = (by_name.get(name, {}).get("tflops") for name in IMPLEMENTATIONS)
+        numbers = (by_name.get(name, {}).get("tflops") for name in names)
         lines.append(f"{case:43}" + "".join(f"{'-' if n is None else f'{n:.0f}':>14}" for n in numbers))
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/forward.py [--grid dense|auto|decode|host] [--only TEXT] [--rounds N] [--out DIR]
 
-dense: the cells of the published comparisons, with FlashAttention-3 where the package fa3-fwd is installed. auto: the calls
+dense: the cells of the published comparisons, with FlashAttention-3 where gpu.fa3_ops finds it. auto: the calls
 that the table of "auto" is made from, stock against ours as a caller sees them, launches included. decode: few queries on
 long keys, replayed from a CUDA graph, K and V fresh from memory each time, in GB/s of K and V. host: microseconds of the
 host for small calls. Writes DIR/<date>-<machine>-forward[-GRID].json. A result is held against float64 on sampled rows
@@ -127,11 +127,7 @@ def only(backend):
 
 
 def fa3(q, k, v, case):
-    """FlashAttention-3 takes (batch, length, heads, dim): a view of what the others are given."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    splits = 1 if case.seq_q == case.seq_k else 0  # 0: its own choice
-    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=case.is_causal,
-                                 num_splits=splits)[0].transpose(1, 2)  # fmt: skip
+    return gpu.fa3_forward(q, k, v, case.is_causal)[0]
 
 
 def implementations(grid):
@@ -141,9 +137,7 @@ def implementations(grid):
         every["flash"] = (only(SDPBackend.FLASH_ATTENTION), measure.stock)
         every["cudnn"] = (only(SDPBackend.CUDNN_ATTENTION), measure.stock)
         every["efficient"] = (only(SDPBackend.EFFICIENT_ATTENTION), measure.stock)
-        with contextlib.suppress(ImportError):
-            import fa3_fwd_interface  # noqa: F401  registers torch.ops.fa3_fwd
-
+        if gpu.fa3_ops():
             every["fa3"] = (fa3, contextlib.nullcontext)
     return every
 
