@@ -1,15 +1,17 @@
-"""Unmasked attention backward on the GPU, ours beside torch's backends and a fixed order of additions, in one run.
+"""Unmasked attention backward on the GPU, ours beside every rival that has one and a fixed order of additions, in one run.
 
     python benchmarks/backward.py [--grid auto] [--only TEXT] [--rounds N] [--out DIR]
 
 The cells are those of benchmarks/forward.py's dense grid. `--grid auto`: forward and backward together, ours and stock alone, over
-the shapes of the table of "auto". Else timed is torch.autograd.grad of one recorded forward: all kernels
-of the backward, the host hidden where they are long. "flashsdpa-det" is ours under torch.use_deterministic_algorithms(True).
-Writes DIR/<date>-<machine>-backward.json. Gradients are held against float64 on the last head before they are timed.
+the shapes of the table of "auto". Else timed is torch.autograd.grad of one recorded forward, and FlashAttention-3's operator where
+gpu.fa3_ops finds it: all kernels of the backward, the host hidden where they are long. "flashsdpa-det" is ours under
+torch.use_deterministic_algorithms(True). Writes DIR/<date>-<machine>-backward.json. Gradients are held against float64 on the last
+head before they are timed.
 """
 
 import argparse
 import contextlib
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -40,7 +42,17 @@ IMPLEMENTATIONS = {  # name in the table: (forward call, context of the forward,
     "stock": (forward.sdpa, measure.stock, contextlib.nullcontext),
     "flash": (forward.only(SDPBackend.FLASH_ATTENTION), measure.stock, contextlib.nullcontext),
     "cudnn": (forward.only(SDPBackend.CUDNN_ATTENTION), measure.stock, contextlib.nullcontext),
+    "fa3": (forward.fa3, contextlib.nullcontext, contextlib.nullcontext),
 }
+
+
+def recorded(call, leaves, case):
+    """The output of one forward, and its backward as a function of the output's gradient."""
+    if call is forward.fa3:  # has no autograd: its operator, given what the forward leaves
+        out, lse = gpu.fa3_forward(*leaves, case.is_causal)
+        return out, lambda grad_out: gpu.fa3_backward(grad_out, *leaves, out, lse, case.is_causal)
+    out = call(*leaves, case)
+    return out, lambda grad_out: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
 
 def last_head_error(case, leaves, grad_out, grads):
@@ -62,8 +74,8 @@ def last_head_error(case, leaves, grad_out, grads):
 def run_both(case, rounds):
     """Forward and backward in one time, as a training step sees them."""
     leaves, grad_out = [t.requires_grad_() for t in case.make()], None
-    rows, times = {}, {"flashsdpa": [], "stock": []}
-    for name in times:
+    rows = {}
+    for name in ("flashsdpa", "stock"):
         rows[name] = {"group": "dense", "case": case.name, "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd+bwd",
                       "impl": name}  # fmt: skip
     def run(name):  # noqa: E306
@@ -73,17 +85,13 @@ def run_both(case, rounds):
         return torch.autograd.grad(out, leaves, grad_out)
 
     grad_out = torch.randn(*leaves[0].shape[:3], leaves[2].shape[3], device="cuda", dtype=case.dtype)
-    for name in times:
+    for name in rows:
         rows[name]["error"] = last_head_error(case, leaves, grad_out, run(name)) if case.seq_q <= 4096 else None
     if (rows["flashsdpa"]["error"] or 0) > 0.03:
         rows["flashsdpa"]["note"] = f"failed: error {rows['flashsdpa']['error']:.3g}"
         return list(rows.values())
-    repeats = max(2, min(50, int(10 / gpu.elapsed_ms(lambda: run("stock"), 2))))
-    for turn in range(-1, rounds):  # the first round warms up
-        for name in list(times) if turn % 2 else list(reversed(times)):
-            ms = gpu.elapsed_ms(lambda name=name: run(name), repeats)
-            if turn >= 0:
-                times[name].append(ms)
+    repeats = gpu.repeats(lambda: run("stock"), 10)
+    times = gpu.interleaved({name: lambda name=name: gpu.elapsed_ms(lambda: run(name), repeats) for name in rows}, rounds)
     for name, row in rows.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = 3.5 * case.flop() / row["ms"] / 1e9
@@ -97,15 +105,17 @@ def run_case(case, rounds):
     leaves = [t.requires_grad_() for t in case.make()]
     rows, calls, grad_out = [], {}, None
     for name, (call, context, backward_context) in IMPLEMENTATIONS.items():
+        if name == "fa3" and not gpu.fa3_ops():
+            continue
         row = {"group": "gqa" if case.heads_kv else "dense", "case": case.name, "dtype": str(case.dtype).removeprefix("torch."),
                "pass": "bwd", "impl": name.removesuffix("-det")}  # fmt: skip
         row |= {"note": "deterministic"} if name.endswith("-det") else {}
         rows.append(row)
         try:
             with context():
-                out = call(*leaves, case)
+                out, backward = recorded(call, leaves, case)
             grad_out = torch.randn_like(out) if grad_out is None else grad_out
-            run = lambda out=out: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)  # noqa: E731, B023
+            run = functools.partial(backward, grad_out)
             with backward_context():
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -120,17 +130,16 @@ def run_case(case, rounds):
             row["note"] = f"failed: error {row['error']:.3g}"
             continue
         calls[name] = (run, backward_context, row)
-    times, repeats = {name: [] for name in calls}, None
-    for turn in range(-1, rounds):  # the first round warms up
-        for name in list(calls) if turn % 2 else list(reversed(calls)):
-            run, context, row = calls[name]
-            with context():
-                if repeats is None:
-                    run()
-                    repeats = max(2, min(50, int(10 / gpu.elapsed_ms(run, 2))))
-                ms = gpu.elapsed_ms(run, repeats)
-            if turn >= 0:
-                times[name].append(ms)
+    if not calls:
+        return rows
+    repeats = gpu.repeats(next(iter(calls.values()))[0], 10)
+
+    def time_once(name):
+        run, context, _ = calls[name]
+        with context():
+            return gpu.elapsed_ms(run, repeats)
+
+    times = gpu.interleaved({name: functools.partial(time_once, name) for name in calls}, rounds)
     for name, (_, _, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = 2.5 * case.flop() / row["ms"] / 1e9
@@ -138,12 +147,13 @@ def run_case(case, rounds):
 
 
 def table(rows):
-    lines = [f"{'case':43}" + "".join(f"{name:>14}" for name in IMPLEMENTATIONS)]
     cells = {}
     for row in rows:
         cells.setdefault(f"{row['case']} {row['dtype']}", {})[row["impl"] + ("-det" if row.get("note") == "deterministic" else "")] = row
+    names = [name for name in IMPLEMENTATIONS if any(name in by_name for by_name in cells.values())]
+    lines = [f"{'case':43}" + "".join(f"{name:>14}" for name in names)]
     for case, by_name in cells.items():
-        numbers = (by_name.get(name, {}).get("tflops") for name in IMPLEMENTATIONS)
+        numbers = (by_name.get(name, {}).get("tflops") for name in names)
         lines.append(f"{case:43}" + "".join(f"{'-' if n is None else f'{n:.0f}':>14}" for n in numbers))
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/forward.py [--grid dense|auto|decode|host] [--only TEXT] [--rounds N] [--out DIR]
 
-dense: the cells of the published comparisons, with FlashAttention-3 where the package fa3-fwd is installed. auto: the calls
+dense: the cells of the published comparisons, with FlashAttention-3 where gpu.fa3_ops finds it. auto: the calls
 that the table of "auto" is made from, stock against ours as a caller sees them, launches included. decode: few queries on
 long keys, replayed from a CUDA graph, K and V fresh from memory each time, in GB/s of K and V. host: microseconds of the
 host for small calls. Writes DIR/<date>-<machine>-forward[-GRID].json. A result is held against float64 on sampled rows
@@ -11,6 +11,7 @@ before it is timed; a wrong one gets no time.
 
 import argparse
 import contextlib
+import functools
 import statistics
 import sys
 import time
@@ -126,11 +127,7 @@ def only(backend):
 
 
 def fa3(q, k, v, case):
-    """FlashAttention-3 takes (batch, length, heads, dim): a view of what the others are given."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    splits = 1 if case.seq_q == case.seq_k else 0  # 0: its own choice
-    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=case.is_causal,
-                                 num_splits=splits)[0].transpose(1, 2)  # fmt: skip
+    return gpu.fa3_forward(q, k, v, case.is_causal)[0]
 
 
 def implementations(grid):
@@ -140,9 +137,7 @@ def implementations(grid):
         every["flash"] = (only(SDPBackend.FLASH_ATTENTION), measure.stock)
         every["cudnn"] = (only(SDPBackend.CUDNN_ATTENTION), measure.stock)
         every["efficient"] = (only(SDPBackend.EFFICIENT_ATTENTION), measure.stock)
-        with contextlib.suppress(ImportError):
-            import fa3_fwd_interface  # noqa: F401  registers torch.ops.fa3_fwd
-
+        if gpu.fa3_ops():
             every["fa3"] = (fa3, contextlib.nullcontext)
     return every
 
@@ -205,23 +200,21 @@ def run_case(case, grid, rounds):
     if calls["flashsdpa"][2]["error"] > limit:
         calls["flashsdpa"][2]["note"] = f"failed: error beyond {limit:.3g}"
         return rows
-    timer = host_ms if grid == "host" else gpu.elapsed_ms
-    times, repeats = {name: [] for name in calls}, 200 if grid == "host" else None
     copies = [(q, k, v)]
     if grid == "decode":  # beyond the L2 cache, several times over
         copies += [tuple(t.clone() for t in (q, k, v)) for _ in range(min(15, 200_000_000 // case.key_bytes()))]
-    for turn in range(-1, rounds):  # the first round warms up
-        order = list(calls) if turn % 2 else list(reversed(calls))
-        for name in order:
-            call, context, row = calls[name]
-            with context(), torch.no_grad():
-                runs = [lambda inputs=inputs: call(*inputs, case) for inputs in copies]  # noqa: B023
-                if repeats is None:
-                    runs[0]()
-                    repeats = max(2, min(50, int(6 / gpu.elapsed_ms(runs[0], 2))))
-                ms = graph_ms(runs, max(repeats, len(copies))) if grid == "decode" else timer(runs[0], repeats)
-            if turn >= 0:
-                times[name].append(ms)
+    with measure.ours(), torch.no_grad():
+        repeats = 200 if grid == "host" else gpu.repeats(lambda: sdpa(q, k, v, case), 6)
+
+    def time_once(name):
+        call, context, _ = calls[name]
+        with context(), torch.no_grad():
+            runs = [lambda inputs=inputs: call(*inputs, case) for inputs in copies]
+            if grid == "decode":
+                return graph_ms(runs, max(repeats, len(copies)))
+            return (host_ms if grid == "host" else gpu.elapsed_ms)(runs[0], repeats)
+
+    times = gpu.interleaved({name: functools.partial(time_once, name) for name in calls}, rounds)
     for name, (_, _, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         if grid == "decode":

@@ -1,9 +1,15 @@
-"""What the GPU benchmarks share: graph timing over rotated inputs, the copy ceiling, the record of the machine."""
+"""What the GPU benchmarks share: timing in turns and from a graph, the copy ceiling, FlashAttention-3, the record of the machine."""
 
+import contextlib
+import ctypes
 import datetime
+import functools
+import importlib
+import os
 import re
 import statistics
 import subprocess
+from pathlib import Path
 
 import torch
 
@@ -26,6 +32,24 @@ def elapsed_ms(call, repeats):
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / repeats
+
+
+def repeats(call, ms):
+    """How many of `call` in a row fill about `ms` milliseconds."""
+    call()
+    return max(2, min(50, int(ms / elapsed_ms(call, 2))))
+
+
+def interleaved(calls, rounds):
+    """{name: what its call returned in each round}: the calls, each a measurement, take turns, and turns in going first, so that a
+    drift of the clocks falls on all of them."""
+    times = {name: [] for name in calls}
+    for turn in range(-1, rounds):  # the first round warms up
+        for name in list(calls) if turn % 2 else list(reversed(calls)):
+            ms = calls[name]()
+            if turn >= 0:
+                times[name].append(ms)
+    return times
 
 
 def graph_ms(calls, replays=25, warm_up=3):
@@ -70,6 +94,44 @@ def copy_gbps():
     target = torch.empty_like(source)
     ms = graph_ms([lambda: target.copy_(source)])
     return 2 * source.nbytes / ms / 1e6
+
+
+@functools.cache
+def fa3_ops():
+    """FlashAttention-3's operators, or None: from the library that FLASHSDPA_FA3 names (xformers' flash_attn_3/_C.so is one), else from
+    the first package that is installed (fa3-fwd is the forward alone, without windows)."""
+    library = os.environ.get("FLASHSDPA_FA3")
+    if library:
+        runtime = Path(library).resolve().with_name("libcudart.so.12")
+        if runtime.exists():  # a library built with CUDA 12 asks for it, and a torch built with CUDA 13 does not bring it
+            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(library)
+        return torch.ops.flash_attn_3
+    packages = {"flash_attn_3._C": "flash_attn_3", "xformers.flash_attn_3._C": "flash_attn_3", "fa3_fwd_interface": "fa3_fwd"}
+    for module, namespace in packages.items():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+            return getattr(torch.ops, namespace)
+    return None
+
+
+@torch.no_grad()  # the operators have no autograd; a recorded call would warn
+def fa3_forward(q, k, v, is_causal, window=(-1, -1)):
+    """(output, log-sum-exp). FlashAttention-3 takes (batch, length, heads, dim): views of what the others are given."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    splits = 1 if q.size(1) == k.size(1) else 0  # 0: its own choice
+    out, lse, *_ = fa3_ops().fwd(q, k, v, softmax_scale=q.size(-1) ** -0.5, is_causal=is_causal, window_size_left=window[0],
+                                 window_size_right=window[1], num_splits=splits)  # fmt: skip
+    return out.transpose(1, 2), lse
+
+
+@torch.no_grad()
+def fa3_backward(grad_out, q, k, v, out, lse, is_causal):
+    """(dq, dk, dv), allocated here as autograd would."""
+    grad_out, q, k, v, out = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    fa3_ops().bwd(grad_out, q, k, v, out, lse, *grads, softmax_scale=q.size(-1) ** -0.5, is_causal=is_causal)
+    return [t.transpose(1, 2) for t in grads]
 
 
 def smi(fields):

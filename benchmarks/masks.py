@@ -5,7 +5,7 @@ without a mask, in one run.
 
 Every call of ours is cold: it plans its mask, and the plan counts. FlexAttention is compiled and gets its block mask for
 nothing. TFLOP/s are over the pairs that the mask keeps. Rows "is_causal" and "window" say what a call that states its structure
-reaches: ours, and FlashAttention-3 where fa3-fwd is installed. Writes DIR/<date>-<machine>-masks.json. A result is held
+reaches: ours, and FlashAttention-3 where gpu.fa3_ops finds it. Writes DIR/<date>-<machine>-masks.json. A result is held
 against float64 on sampled rows before it is timed. `--grid auto`: ours and stock alone, over the shapes of the table of "auto".
 """
 
@@ -63,6 +63,11 @@ class Case:
     @property
     def is_bias(self):
         return self.kind.startswith("bias")
+
+    @property
+    def window(self):
+        """Keys to the left and right of a query that it sees, where the mask is such a band; -1: all."""
+        return (1023, 0) if self.kind == "window 1024" else (-1, -1)
 
     def keep(self, b, h, q, k):
         """Whether query q sees key k; of indices, tensors or scalars."""
@@ -125,14 +130,12 @@ def only(backend):
 
 def stated(case, q, k, v, mask):
     """Our kernel, told the structure instead of shown it; what is asked of the masked one is a share of this."""
-    window = (1023, 0) if case.kind == "window 1024" else (-1, -1)
-    return torch.ops.flashsdpa.forward(q, k, v, is_causal=case.kind == "causal bool", window_left=window[0],
-                                       window_right=window[1])[0]  # fmt: skip
+    return torch.ops.flashsdpa.forward(q, k, v, is_causal=case.kind == "causal bool", window_left=case.window[0],
+                                       window_right=case.window[1])[0]  # fmt: skip
 
 
 def fa3(case, q, k, v, mask):
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return torch.ops.fa3_fwd.fwd(q, k, v, softmax_scale=case.dim**-0.5, is_causal=True)[0].transpose(1, 2)
+    return gpu.fa3_forward(q, k, v, case.kind == "causal bool", case.window)[0]
 
 
 def flex(case):
@@ -166,10 +169,7 @@ def implementations(case, grid):
     }
     if case.kind in ("causal bool", "window 1024"):
         every["stated"] = ("flashsdpa", "the structure as an argument", stated, measure.ours)
-    if case.kind == "causal bool":  # the wheel is built without windows
-        with contextlib.suppress(ImportError):
-            import fa3_fwd_interface  # noqa: F401  registers torch.ops.fa3_fwd
-
+        if gpu.fa3_ops():
             every["fa3"] = ("fa3", "the structure as an argument", fa3, contextlib.nullcontext)
     return every
 
@@ -210,12 +210,14 @@ def run_case(case, grid, rounds):
     if ours["error"] > 2 * calls["stock"][2]["error"] + torch.finfo(case.dtype).eps:
         ours["note"] = "wrong: no time"
         return rows
-    times = {name: [] for name in calls}
     masks = itertools.cycle([mask, mask.clone(), mask.clone()])  # none is in the cache when its turn comes
-    for _ in range(rounds):
-        for name, (call, context, _row) in calls.items():
-            with context(), torch.no_grad():
-                times[name].append(gpu.elapsed_ms(lambda call=call: call(case, q, k, v, next(masks)), 3))
+
+    def time_once(name):
+        call, context, _ = calls[name]
+        with context(), torch.no_grad():
+            return gpu.elapsed_ms(lambda: call(case, q, k, v, next(masks)), 3)
+
+    times = gpu.interleaved({name: functools.partial(time_once, name) for name in calls}, rounds)
     for name, (_call, _context, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = flop / row["ms"] / 1e9
