@@ -54,7 +54,7 @@ FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
   FwdOrder order{};
   order.blocks_m = static_cast<uint32_t>(plan.blocks_m);
   order.heads = static_cast<uint32_t>(heads);
-  order.longest_first = !fwd_equal_tiles(p);
+  order.longest_first = !p.band.open();
   order.section = static_cast<uint32_t>(std::min(heads, order.longest_first ? section : group));
   order.tiles = static_cast<uint32_t>(plan.tiles * plan.splits);
   return order;
