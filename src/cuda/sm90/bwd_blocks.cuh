@@ -130,8 +130,8 @@ struct BwdPlanWalk {
 };
 
 // What the loader tells of a block of queries, in one word: its number; whether there are scores in it that band or length
-// remove, or scores to be multiplied by the sign; with a mask the classes of its granules and whether it is the tile's last.
-// In a second word its head.
+// remove, or scores to be multiplied by the sign; with a mask the classes of its granules and whether it is the tile's last,
+// and in a second word its head.
 template <bool kMasked>
 struct BwdWord {
   static constexpr int kNumber = kMasked ? 6 : 1;
@@ -170,8 +170,11 @@ __device__ inline uint32_t bwd_visit_word(const BwdArgs& args, const FwdWork& wo
 template <typename Tile, typename Visit>
 __device__ inline void bwd_tell(const BwdArgs& args, const BwdShared<Tile>& shared, int slot, const FwdWork& work, const Visit& at) {
   uint32_t word = bwd_visit_word<Tile>(args, work, at.m);
-  if constexpr (Tile::kMasked) word |= at.classes << 1 | uint32_t(at.left == 1) << 5;
-  ptx::store_shared_8(shared.visit(slot), word, uint32_t(at.head));
+  if constexpr (Tile::kMasked) {
+    word |= at.classes << 1 | uint32_t(at.left == 1) << 5;
+    ptx::store_shared_4(shared.visit(slot) + 4, uint32_t(at.head));
+  }
+  ptx::store_shared_4(shared.visit(slot), word);
 }
 // By whole warps; told to the compiler to be the same for all lanes.
 template <typename Tile>
@@ -184,12 +187,9 @@ __device__ inline int bwd_visit_head(const BwdShared<Tile>& shared, int slot) {
 }
 
 // Query block m of one head, counted through all heads and batches.
-__device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, int head, int m) {
-  return (int64_t(work.batch) * args.heads_q + head) * args.blocks_m + m;
-}
 template <typename Visit>
 __device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, const Visit& at) {
-  return bwd_block(args, work, at.head, at.m);
+  return (int64_t(work.batch) * args.heads_q + at.head) * args.blocks_m + at.m;
 }
 
 // In a fixed order of additions to dQ, how many key blocks add to query block m before this one. It is the order in which

@@ -2,8 +2,7 @@
 //
 // For each block of queries: S^T = K Q^T and dP^T = V dO^T (shared x shared), P = exp2(S - shift), dS = P (dP - delta),
 // dV += P^T dO and dK += dS^T Q (registers x shared), and from the dS of all consumers, in shared memory, 64 queries x 64
-// columns of dQ = dS K, added to the sum in global memory: straight from registers, or, in a fixed order, by a warp of the
-// producer, which can wait for its turn.
+// columns of dQ = dS K, which a warp of the producer adds to the sum in global memory.
 #pragma once
 
 #include <type_traits>
@@ -135,6 +134,60 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ptx::mbarrier_wait(shared.full_k(), kv_phase);
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
 
+    // dS for all consumers: laid down, and, behind what is begun meanwhile, given.
+    const auto lay_scores = [&] {
+      ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
+      fwd_delay(FwdPoint::kStore);
+      const int row = own_key() + thread / ptx::kWarpLanes * 16 + lane % 16;
+#pragma unroll
+      for (int j = 0; j < kBlockM / 16; ++j) {
+        ptx::stmatrix_x4(shared.scores(ring.stage()) + swizzled_offset<kBlockN>(row, 2 * j + lane / 16), ds[j][0], ds[j][1],
+                         ds[j][2], ds[j][3]);
+      }
+    };
+    const auto give = [&](uint32_t barrier) {
+      ptx::fence_proxy_shared();
+      __syncwarp();
+      free_stage(barrier);
+    };
+    // The piece of dQ that is ready, for the adder: the same.
+    const auto lay_piece = [&](const Ring<2>& at) {
+      ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
+      fwd_delay(FwdPoint::kStore);
+      const uint32_t target = shared.piece(consumer()) + thread * 16;
+#pragma unroll
+      for (int i = 0; i < kPieceColumns / 2; i += 4) {
+        ptx::store_shared_floats(target + i * (ptx::kWarpgroupThreads * 4), dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+      }
+    };
+    const auto begin_scores = [&] {
+      ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
+      fwd_delay(FwdPoint::kKeyThere);
+      if constexpr (Tile::kMasked) block_mask.load_bits(args, work, told_slot());
+      ptx::wgmma_fence();
+      issue_scores();
+    };
+    const auto begin_sums = [&](const Ring<2>& at) {
+      issue_sum(dv, p, shared.grad_out(at.stage()));
+      issue_sum(dk, ds, shared.q(at.stage()));
+    };
+    // dV, dK and this consumer's piece of dQ of the block `at`, whose sums have been begun.
+    const auto finish = [&](const Ring<2>& at) {
+      ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_keep(p);
+      ptx::wgmma_keep(ds);
+      __syncwarp();  // all lanes have read its stats
+      free_stage(shared.empty_grad_out(at.stage()));
+      free_stage(shared.empty_q(at.stage()));
+      ptx::wgmma_fence();
+      issue_piece(at);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(dq);
+      free_stage(shared.empty_scores(at.stage()));
+      lay_piece(at);
+    };
+
     const auto make_probabilities = [&](const BwdStats<kBlockM>& stats) {
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 4) {
@@ -146,14 +199,18 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
           s[i + r + 1] = ptx::exp2_fast(fmaf(s[i + r + 1], args.scale_log2, -high));
         }
       }
-      ptx::wgmma_settle(s);  // here, not behind what is waited for next
+      ptx::wgmma_compute_here(s, args.blocks_m == 0);
     };
-    // From the S of one block of queries, under way with `kBehind` groups of products begun after it, to its P and dS.
-    // `finish_before` waits for those products, of the block before.
-    const auto make_scores = [&](auto behind, const auto& finish_before) {
+    // From the S of one block of queries, under way, to its P and dS; and what is left of the block before, whose sums are under
+    // way behind it.
+    const auto make_scores = [&](auto is_second) {
+      constexpr bool kSecond = decltype(is_second)::value;  // or later
+      const auto finish_before = [&] {
+        if constexpr (kSecond) finish(Ring<2>{ring.count - 1});
+      };
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
       const float flag = stats.coarse(lane);
-      ptx::wgmma_wait<decltype(behind)::value>();
+      ptx::wgmma_wait<kSecond ? 2 : 0>();
       ptx::wgmma_settle(s);
       const BwdWord<Tile::kMasked> visit = bwd_visit(shared, told_slot());
       const bool coarse = any_coarse(flag);
@@ -169,111 +226,56 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();
+      if constexpr (kSecond) give(shared.full_piece(consumer()));
+      constexpr int kEarly = 6;  // of the deltas, read under dP
+      float low[kBlockM / 8], high[kBlockM / 8];
+      const auto load_delta = [&](int j) { ptx::load_shared_floats(stats.delta(8 * j + lane_column), low[j], high[j]); };
+#pragma unroll
+      for (int j = 0; j < kEarly; ++j) load_delta(j);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
 #pragma unroll
+      for (int j = kEarly; j < kBlockM / 8; ++j) load_delta(j);
+#pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 4) {
-        float low, high;
-        ptx::load_shared_floats(stats.delta(score_column(i) + lane_column), low, high);
 #pragma unroll
         for (int r = 0; r < 4; r += 2) {
           p[i / 8][(i + r) % 8 / 2] = ptx::pack<kBFloat16>(s[i + r], s[i + r + 1]);
           ds[i / 8][(i + r) % 8 / 2] =
-              ptx::pack<kBFloat16>(s[i + r] * (dp[i + r] - low), s[i + r + 1] * (dp[i + r + 1] - high));
+              ptx::pack<kBFloat16>(s[i + r] * (dp[i + r] - low[i / 4]), s[i + r + 1] * (dp[i + r + 1] - high[i / 4]));
         }
       }
-    };
-    // dS for all consumers.
-    const auto give_scores = [&] {
-      ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
-      fwd_delay(FwdPoint::kStore);
-      const int row = own_key() + thread / ptx::kWarpLanes * 16 + lane % 16;
-#pragma unroll
-      for (int j = 0; j < kBlockM / 16; ++j) {
-        ptx::stmatrix_x4(shared.scores(ring.stage()) + swizzled_offset<kBlockN>(row, 2 * j + lane / 16), ds[j][0], ds[j][1],
-                         ds[j][2], ds[j][3]);
-      }
-      ptx::fence_proxy_shared();
-      __syncwarp();
-      free_stage(shared.full_scores(ring.stage()));
-    };
-    // In a fixed order, the piece of dQ that is ready goes to the adder; else it is added to the sum from here.
-    const auto give_piece = [&](const Ring<2>& at, int64_t block) {
-      if (!args.turns) {
-        float* sum = args.dq + block * Tile::kDqFloats + consumer() * kBwdPieceFloats + thread * 4;
-#pragma unroll
-        for (int i = 0; i < kPieceColumns / 2; i += 4) {
-          ptx::reduce_add_floats(sum + i * ptx::kWarpgroupThreads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-        }
-        return;
-      }
-      ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
-      fwd_delay(FwdPoint::kStore);
-      const uint32_t target = shared.piece(consumer()) + thread * 16;
-#pragma unroll
-      for (int i = 0; i < kPieceColumns / 2; i += 4) {
-        ptx::store_shared_floats(target + i * (ptx::kWarpgroupThreads * 4), dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-      }
-      ptx::fence_proxy_shared();
-      __syncwarp();
-      free_stage(shared.full_piece(consumer()));
-    };
-    const auto begin_scores = [&] {
-      ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
-      fwd_delay(FwdPoint::kKeyThere);
-      if constexpr (Tile::kMasked) block_mask.load_bits(args, work, told_slot());
-      ptx::wgmma_fence();
-      issue_scores();
-    };
-    const auto begin_sums = [&](const Ring<2>& at) {
-      issue_sum(dv, p, shared.grad_out(at.stage()));
-      issue_sum(dk, ds, shared.q(at.stage()));
-    };
-    // dV, dK and this consumer's piece of dQ of the block `at`, whose sums have been begun.
-    const auto finish = [&](const Ring<2>& at) {
-      const int slot = int(at.count % Tile::kVisits);
-      const int64_t block = bwd_block(args, work, bwd_visit_head(shared, slot), bwd_visit(shared, slot).m());
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_keep(p);
-      ptx::wgmma_keep(ds);
-      __syncwarp();  // all lanes have read its stats
-      free_stage(shared.empty_grad_out(at.stage()));
-      free_stage(shared.empty_q(at.stage()));
-      ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());
-      ptx::wgmma_fence();
-      issue_piece(at);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(dq);
-      free_stage(shared.empty_scores(at.stage()));
-      give_piece(at, block);
     };
 
     begin_scores();
-    make_scores(std::integral_constant<int, 0>(), [] {});
+    make_scores(std::false_type());
     // The gradients of the tile before lie where dS and dQ go.
     if (elected()) ptx::tma_store_wait_read();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     int left = (work.last - work.first) * args.group - 1;
 #pragma unroll 1
     while (Tile::kMasked ? !bwd_visit(shared, told_slot()).final() : left-- > 0) {  // with nothing under way from turn to turn
-      const Ring<2> before = ring;
-      give_scores();
+      lay_scores();
+      const Ring<2> now = ring;
       ring.advance();
       begin_scores();
-      begin_sums(before);
-      make_scores(std::integral_constant<int, 2>(), [&] { finish(before); });
+      begin_sums(now);
+      give(shared.full_scores(now.stage()));
+      make_scores(std::true_type());
     }
-    give_scores();
+    lay_scores();
     ptx::wgmma_fence();
     begin_sums(ring);
+    give(shared.full_scores(ring.stage()));
     finish(ring);
+    give(shared.full_piece(consumer()));
     ring.advance();
 
     free_stage(shared.empty_kv());
     ptx::wgmma_settle(dv);
     ptx::wgmma_settle(dk);
     // Once all consumers are done with dS, and the adders with dQ, dV and dK go there.
-    if (args.turns) ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+    ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
     stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);

@@ -93,8 +93,8 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
   }
 }
 
-// One warp: adds what `consumer` has staged to the sum, block by block, in turn. Without a fixed order there is nothing staged.
-// The next turn is given once the addition is performed, which is waited for behind the addition to the block after.
+// One warp: adds what `consumer` has staged to the sum, block by block; in turn, if the order is fixed. The next turn is given
+// once the addition is performed, which is waited for behind the addition to the block after.
 template <typename Tile>
 __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int lane) {
   // The second consumer of class 96 has half a box of columns.
@@ -106,13 +106,14 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
     if (work.end()) break;
-    if (lane == 0 && args.turns) {
+    if (lane == 0) {
       uint32_t* turn_before = nullptr;
       uint32_t step_before = 0;
       const auto give_turn = [&](auto pending) {
+        if (!turn_before) return;
         ptx::tma_store_wait<decltype(pending)::value>();
         ptx::fence_proxy();
-        if (turn_before) ptx::add_release(turn_before, step_before);
+        ptx::add_release(turn_before, step_before);
       };
 #pragma unroll 1
       for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {
@@ -124,15 +125,18 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
           told.advance();
         }
         const int64_t block = bwd_block(args, work, at);
-        uint32_t* turn = args.turns + block * Tile::kConsumers + consumer;
         fwd_delay(FwdPoint::kStore);
-        const uint32_t mine = bwd_turn<Tile>(args, work, at);
-        bwd_wait_turn(turn, mine);
-        ptx::fence_proxy();
+        uint32_t* turn = args.turns + block * Tile::kConsumers + consumer;
+        uint32_t mine = 0;
+        if (args.turns) {
+          mine = bwd_turn<Tile>(args, work, at);
+          bwd_wait_turn(turn, mine);
+          ptx::fence_proxy();
+        }
         ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
         ptx::tma_store_commit();
         give_turn(std::integral_constant<int, 1>());
-        turn_before = turn;
+        turn_before = args.turns ? turn : nullptr;
         step_before = bwd_turn_step<Tile>(work, mine);
         ptx::tma_store_wait_read();
         fwd_delay(FwdPoint::kFree);
