@@ -29,14 +29,14 @@ __device__ inline void wgmma_settle(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Has the values computed here, under the products in flight, and not where they are needed: the assembler, which sees no
+// Has the first kHere values computed here, under the products in flight, and not where they are needed: the assembler, which sees no
 // more than instructions, would sink them behind the wait that follows. For that it is told of a store that never happens
 // (`never` is false, and known only at run time).
-template <int kCount>
+template <int kHere, int kCount>
 __device__ inline void wgmma_compute_here(const float (&values)[kCount], bool never) {
   if (!never) return;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("st.shared.f32 [%0], %1;" ::"r"(0), "f"(values[i]) : "memory");
+  for (int i = 0; i < kHere; ++i) asm volatile("st.shared.f32 [%0], %1;" ::"r"(0), "f"(values[i]) : "memory");
 }
 
 // Registers of A stay as they are up to here, behind the wait for the products that read them.

@@ -88,6 +88,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ptx::wgmma_commit();
   };
 
+  // Consumers begin their products in turn, so that one's run under the other's exponentials.
+  static_assert(Tile::kConsumers == 2);
+  const auto order = [](int its_consumer) { return int(BwdBarrier::kOrder) + its_consumer; };
+  if (consumer() == 1) ptx::barrier_arrive(order(0), kConsumerThreads);
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     if (work.end()) break;
@@ -134,7 +138,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ptx::mbarrier_wait(shared.full_k(), kv_phase);
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
 
-    // dS for all consumers: laid down, and, behind what is begun meanwhile, given.
+    // dS for all consumers: laid down, and, behind what is begun meanwhile, given (below).
     const auto lay_scores = [&] {
       ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
       fwd_delay(FwdPoint::kStore);
@@ -145,12 +149,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
                          ds[j][2], ds[j][3]);
       }
     };
-    const auto give = [&](uint32_t barrier) {
-      ptx::fence_proxy_shared();
-      __syncwarp();
-      free_stage(barrier);
-    };
-    // The piece of dQ that is ready, for the adder: the same.
+    // The piece of dQ that is ready, for the adder: the same. One fence gives both, once the stores are long done.
     const auto lay_piece = [&](const Ring<2>& at) {
       ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
@@ -188,6 +187,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       lay_piece(at);
     };
 
+    constexpr int kHere = kBlockM / 4;  // of the exponentials; the others are computed while the piece of dQ is laid down
     const auto make_probabilities = [&](const BwdStats<kBlockM>& stats) {
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 4) {
@@ -199,7 +199,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
           s[i + r + 1] = ptx::exp2_fast(fmaf(s[i + r + 1], args.scale_log2, -high));
         }
       }
-      ptx::wgmma_compute_here(s, args.blocks_m == 0);
+      ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
     };
     // From the S of one block of queries, under way, to its P and dS; and what is left of the block before, whose sums are under
     // way behind it.
@@ -226,7 +226,6 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();
-      if constexpr (kSecond) give(shared.full_piece(consumer()));
       constexpr int kEarly = 6;  // of the deltas, read under dP
       float low[kBlockM / 8], high[kBlockM / 8];
       const auto load_delta = [&](int j) { ptx::load_shared_floats(stats.delta(8 * j + lane_column), low[j], high[j]); };
@@ -252,23 +251,34 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     // The gradients of the tile before lie where dS and dQ go.
     if (elected()) ptx::tma_store_wait_read();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
+    const uint32_t first = ring.count;
+    const auto give = [&](uint32_t at) {  // the dS of block `at`, the piece of the block before
+      ptx::fence_proxy_shared();
+      __syncwarp();
+      free_stage(shared.full_scores(Ring<2>{at}.stage()));
+      if (at != first) free_stage(shared.full_piece(consumer()));
+    };
     int left = (work.last - work.first) * args.group - 1;
 #pragma unroll 1
     while (Tile::kMasked ? !bwd_visit(shared, told_slot()).final() : left-- > 0) {  // with nothing under way from turn to turn
       lay_scores();
       const Ring<2> now = ring;
       ring.advance();
+      ptx::barrier_sync(order(consumer()), kConsumerThreads);
       begin_scores();
       begin_sums(now);
-      give(shared.full_scores(now.stage()));
+      ptx::barrier_arrive(order(1 - consumer()), kConsumerThreads);
+      give(now.count);
       make_scores(std::true_type());
     }
     lay_scores();
     ptx::wgmma_fence();
     begin_sums(ring);
-    give(shared.full_scores(ring.stage()));
+    give(ring.count);
     finish(ring);
-    give(shared.full_piece(consumer()));
+    ptx::fence_proxy_shared();
+    __syncwarp();
+    free_stage(shared.full_piece(consumer()));
     ring.advance();
 
     free_stage(shared.empty_kv());
@@ -284,6 +294,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     store_gradients(args, shared, bwd_take_work(shared, tile_ring), consumer() * ptx::kWarpgroupThreads + thread);
     bwd_leave_work(shared, tile_ring, lane);
   }
+  if (consumer() == 0) ptx::barrier_sync(order(0), kConsumerThreads);  // the arrival that is left over
   if (elected()) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }
 

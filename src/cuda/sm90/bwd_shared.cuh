@@ -10,7 +10,7 @@
 namespace flashsdpa {
 
 // Named barriers beside the producers' (FwdBarrier::kProducer, which load_tile uses).
-enum class BwdBarrier : int { kConsumers = 2, kConsumer = 3 /* + consumer */ };
+enum class BwdBarrier : int { kConsumers = 2, kConsumer = 3 /* + consumer */, kOrder = 6 /* + consumer */ };
 
 template <typename Tile>
 struct BwdShared {

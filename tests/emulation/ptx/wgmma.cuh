@@ -13,7 +13,7 @@ void wgmma_wait() {
 }
 template <int kCount>
 void wgmma_settle(float (&)[kCount]) {}
-template <int kCount>
+template <int kHere, int kCount>
 void wgmma_compute_here(const float (&)[kCount], bool) {}
 template <int kRows>
 void wgmma_keep(const uint32_t (&)[kRows][4]) {}
