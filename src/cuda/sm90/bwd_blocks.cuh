@@ -186,6 +186,12 @@ __device__ inline int bwd_visit_head(const BwdShared<Tile>& shared, int slot) {
   return int(__shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(slot) + 4), 0));
 }
 
+// By one thread.
+template <typename Tile>
+__device__ inline void bwd_hear(const BwdShared<Tile>& shared, int slot, BwdFollow& at) {
+  at.hear(BwdWord<true>{ptx::load_shared_4(shared.visit(slot))}, int(ptx::load_shared_4(shared.visit(slot) + 4)));
+}
+
 // Query block m of one head, counted through all heads and batches.
 template <typename Visit>
 __device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, const Visit& at) {

@@ -151,7 +151,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     };
     // The piece of dQ that is ready, for the adder: the same. One fence gives both, once the stores are long done.
     const auto lay_piece = [&](const Ring<2>& at) {
-      ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
+      ptx::mbarrier_wait(shared.empty_pieces(), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
       const uint32_t target = shared.piece(consumer()) + thread * 16;
 #pragma unroll
@@ -190,14 +190,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     constexpr int kHere = kBlockM / 4;  // of the exponentials; the others are computed while the piece of dQ is laid down
     const auto make_probabilities = [&](const BwdStats<kBlockM>& stats) {
 #pragma unroll
-      for (int i = 0; i < kBlockM / 2; i += 4) {
-        float low, high;
-        ptx::load_shared_floats(stats.shift(score_column(i) + lane_column), low, high);
+      for (int i = 0; i < kBlockM / 2; i += 8) {  // 16 queries, of which the lane has four
+        float shift[4];
+        ptx::load_shared_floats(stats.shift(score_column(i) + lane_column), shift[0], shift[1], shift[2], shift[3]);
 #pragma unroll
-        for (int r = 0; r < 4; r += 2) {
-          s[i + r] = ptx::exp2_fast(fmaf(s[i + r], args.scale_log2, -low));
-          s[i + r + 1] = ptx::exp2_fast(fmaf(s[i + r + 1], args.scale_log2, -high));
-        }
+        for (int r = 0; r < 8; ++r) s[i + r] = ptx::exp2_fast(fmaf(s[i + r], args.scale_log2, -shift[stat_of(r)]));
       }
       ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
     };
@@ -226,23 +223,23 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();
-      constexpr int kEarly = 6;  // of the deltas, read under dP
-      float low[kBlockM / 8], high[kBlockM / 8];
-      const auto load_delta = [&](int j) { ptx::load_shared_floats(stats.delta(8 * j + lane_column), low[j], high[j]); };
+      constexpr int kEarly = 3;  // of the deltas, of 16 queries each, read under dP
+      float delta[kBlockM / 16][4];
+      const auto load_delta = [&](int j) {
+        auto& its = delta[j];
+        ptx::load_shared_floats(stats.delta(16 * j + lane_column), its[0], its[1], its[2], its[3]);
+      };
 #pragma unroll
       for (int j = 0; j < kEarly; ++j) load_delta(j);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
 #pragma unroll
-      for (int j = kEarly; j < kBlockM / 8; ++j) load_delta(j);
+      for (int j = kEarly; j < kBlockM / 16; ++j) load_delta(j);
 #pragma unroll
-      for (int i = 0; i < kBlockM / 2; i += 4) {
-#pragma unroll
-        for (int r = 0; r < 4; r += 2) {
-          p[i / 8][(i + r) % 8 / 2] = ptx::pack<kBFloat16>(s[i + r], s[i + r + 1]);
-          ds[i / 8][(i + r) % 8 / 2] =
-              ptx::pack<kBFloat16>(s[i + r] * (dp[i + r] - low[i / 4]), s[i + r + 1] * (dp[i + r + 1] - high[i / 4]));
-        }
+      for (int i = 0; i < kBlockM / 2; i += 2) {
+        const float* its = &delta[i / 8][stat_of(i % 8)];
+        p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
+        ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
       }
     };
 
@@ -256,7 +253,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       ptx::fence_proxy_shared();
       __syncwarp();
       free_stage(shared.full_scores(Ring<2>{at}.stage()));
-      if (at != first) free_stage(shared.full_piece(consumer()));
+      if (at != first) free_stage(shared.full_pieces(int(at - 1)));
     };
     int left = (work.last - work.first) * args.group - 1;
 #pragma unroll 1
@@ -278,14 +275,14 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     finish(ring);
     ptx::fence_proxy_shared();
     __syncwarp();
-    free_stage(shared.full_piece(consumer()));
+    free_stage(shared.full_pieces(ring.stage()));
     ring.advance();
 
     free_stage(shared.empty_kv());
     ptx::wgmma_settle(dv);
     ptx::wgmma_settle(dk);
     // Once all consumers are done with dS, and the adders with dQ, dV and dK go there.
-    ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+    ptx::mbarrier_wait(shared.empty_pieces(), ring.count % 2 ^ 1);
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
     stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);

@@ -57,7 +57,7 @@ struct BwdScratch {
     counter = take(kWord);
     stats = take(blocks * (kBwdStats * instance.block_m + kBwdFlags) * kWord);
     dq = take(blocks * instance.block_m * instance.dim * kWord);
-    turns = take(b.deterministic ? blocks * instance.consumers * kWord : 0);
+    turns = take(b.deterministic ? blocks * kWord : 0);
     grad_out = take(p.batch * p.heads_q * p.seq_q * copy_columns * 2);
     bytes = end;
   }
@@ -187,7 +187,6 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.dq = args.dq;
   pre.turns = args.turns;
   pre.counter = args.counter;
-  pre.turns_per_block = instance.consumers;
   pre.dq_floats = instance.block_m * instance.dim;
   pre.heads_q = heads_q;
   pre.seq_q = seq_q;

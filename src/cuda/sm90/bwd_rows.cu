@@ -131,14 +131,14 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
     const bool high = fabsf(lse) > kBwdCoarse && lse != -kInfinity;
     if (first_lane) {
       if (inside && args.grad_lse) sum -= args.grad_lse[rows_before + row];
-      if (!high) stats[r] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-      stats[args.block_m + r] = lse == -kInfinity ? 0.f : sum;
-      stats[2 * args.block_m + r] = high ? lse : 0.f;
+      if (!high) stats[bwd_stat_place(r)] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+      stats[args.block_m + bwd_stat_place(r)] = lse == -kInfinity ? 0.f : sum;
+      stats[2 * args.block_m + bwd_stat_place(r)] = high ? lse : 0.f;
     }
     for (uint32_t rows = __ballot_sync(0xffffffffu, high); rows != 0; rows &= rows - 1) {
       const int source = __ffs(int(rows)) - 1, its_row = __shfl_sync(0xffffffffu, row, source);
       const float shift = restored_shift<kBFloat16, kMasked>(args, at, its_row, __shfl_sync(0xffffffffu, lse, source), lane);
-      if (lane == source) stats[r] = shift;
+      if (lane == source) stats[bwd_stat_place(r)] = shift;
       coarse = true;
     }
   }
@@ -146,9 +146,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
 
   FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + blockIdx.x * int64_t(args.dq_floats));
   for (int i = int(threadIdx.x); i < args.dq_floats / 4; i += kThreads) dq[i] = FourFloats{};
-  if (args.turns && int(threadIdx.x) < args.turns_per_block) {
-    args.turns[blockIdx.x * int64_t(args.turns_per_block) + threadIdx.x] = 0;
-  }
+  if (args.turns && threadIdx.x == 0) args.turns[blockIdx.x] = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = 0;
 }
 

@@ -10,7 +10,7 @@
 namespace flashsdpa {
 
 // Named barriers beside the producers' (FwdBarrier::kProducer, which load_tile uses).
-enum class BwdBarrier : int { kConsumers = 2, kConsumer = 3 /* + consumer */, kOrder = 6 /* + consumer */ };
+enum class BwdBarrier : int { kConsumers = 2, kOrder = 3 /* + consumer */ };
 
 template <typename Tile>
 struct BwdShared {
@@ -39,14 +39,18 @@ struct BwdShared {
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
   __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
-  __device__ uint32_t full_piece(int consumer) const { return barrier(kScores + 4 + consumer); }
-  __device__ uint32_t empty_piece(int consumer) const { return barrier(kScores + 4 + Tile::kAdders + consumer); }
+  // By keys: all consumers' pieces of a block, with a barrier for every second block, as each adder waits for its own.
+  __device__ uint32_t full_pieces(int block) const { return barrier(kScores + 4 + block % 2); }
+  __device__ uint32_t empty_pieces() const { return barrier(kScores + 6); }
+  // By columns, in a fixed order: this block's turn has come; all consumers have added to it.
+  __device__ uint32_t turn() const { return barrier(kScores + 4); }
+  __device__ uint32_t added() const { return barrier(kScores + 5); }
   __device__ uint32_t full_tile(int slot) const { return barrier(kTiles + slot); }
   __device__ uint32_t empty_tile(int slot) const { return barrier(kTiles + kTileSlots + slot); }
 
  private:
   static constexpr int kGradOut = 3 + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
-  static constexpr int kTiles = kScores + 4 + 2 * Tile::kAdders;
+  static constexpr int kTiles = kScores + 7;
   static_assert(kTiles + 2 * kTileSlots == Tile::kBarriers);
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
@@ -69,9 +73,12 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.full_scores(b), kConsumerWarps);
     ptx::mbarrier_init(shared.empty_scores(b), kConsumerWarps);
   }
-  for (int a = 0; a < Tile::kAdders; ++a) {
-    ptx::mbarrier_init(shared.full_piece(a), kWarpsPerGroup);
-    ptx::mbarrier_init(shared.empty_piece(a), 1);
+  if constexpr (Tile::kByKeys) {
+    for (int b = 0; b < 2; ++b) ptx::mbarrier_init(shared.full_pieces(b), kConsumerWarps);
+    ptx::mbarrier_init(shared.empty_pieces(), 1);
+  } else {
+    ptx::mbarrier_init(shared.turn(), 1);
+    ptx::mbarrier_init(shared.added(), kConsumerWarps);
   }
   for (int slot = 0; slot < kTileSlots; ++slot) {
     ptx::mbarrier_init(shared.full_tile(slot), 1);
