@@ -31,10 +31,9 @@ struct BwdArgs {
   FwdTensor q, k, v, grad_out, dk, dv;        // grad_out goes by TMA always
   const float* stats;    // (batch, heads_q, blocks_m, kBwdStats * kBlockM + kBwdFlags)
   float* dq;             // (batch, heads_q, blocks_m, kBlockM * kDim), see above; zero at the start
-  uint32_t* turns;       // (batch, heads_q, blocks_m), 0 at the start: whose turn it is to add to dq (bwd_turn); null: any
+  uint32_t* turns;       // (batch, heads_q, blocks_m, adders), 0 at the start: whose turn it is to add to dq (bwd_turn); null: any
   uint32_t* counter;     // tiles taken, 0 at the start
   FwdOrder order;        // of key blocks and heads of k
-  uint32_t rising_from;  // heads of k, counted through batches: from here on first keys come first, before, last keys
   int32_t heads_q, heads_kv, group;  // group: query heads that share a head of k and v
   int32_t seq_q, seq_k, blocks_m;
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits
@@ -64,7 +63,7 @@ struct BwdPreArgs {
   float* dq;
   uint32_t* turns;
   uint32_t* counter;
-  int32_t dq_floats;  // of one block of queries
+  int32_t turns_per_block, dq_floats;  // of one block of queries
   int32_t heads_q, seq_q, blocks_m, block_m, dim_v;
   FwdMask mask;  // masked kernels, for rows with a `high`
 };

@@ -151,7 +151,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     };
     // The piece of dQ that is ready, for the adder: the same. One fence gives both, once the stores are long done.
     const auto lay_piece = [&](const Ring<2>& at) {
-      ptx::mbarrier_wait(shared.empty_pieces(), at.count % 2 ^ 1);
+      ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
       const uint32_t target = shared.piece(consumer()) + thread * 16;
 #pragma unroll
@@ -253,7 +253,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       ptx::fence_proxy_shared();
       __syncwarp();
       free_stage(shared.full_scores(Ring<2>{at}.stage()));
-      if (at != first) free_stage(shared.full_pieces(int(at - 1)));
+      if (at != first) free_stage(shared.full_piece(consumer()));
     };
     int left = (work.last - work.first) * args.group - 1;
 #pragma unroll 1
@@ -275,14 +275,14 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     finish(ring);
     ptx::fence_proxy_shared();
     __syncwarp();
-    free_stage(shared.full_pieces(ring.stage()));
+    free_stage(shared.full_piece(consumer()));
     ring.advance();
 
     free_stage(shared.empty_kv());
     ptx::wgmma_settle(dv);
     ptx::wgmma_settle(dk);
     // Once all consumers are done with dS, and the adders with dQ, dV and dK go there.
-    ptx::mbarrier_wait(shared.empty_pieces(), ring.count % 2 ^ 1);
+    ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
     stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__((BwdTile<kDim, kDimV, kMasked>::kThreads), 1)
     const int loader = thread - (ptx::kWarpgroupThreads - Tile::kLoaders);
     if (loader < 0) {
       if constexpr (Tile::kByKeys) {
-        bwd_add_pieces(args, shared, uint32_t(warp()), thread % ptx::kWarpLanes);
+        bwd_add_pieces(args, shared, warp(), thread % ptx::kWarpLanes);
       } else if (warp() == 0) {
         bwd_keep_turns(args, shared, thread % ptx::kWarpLanes);
       }

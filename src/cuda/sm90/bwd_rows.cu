@@ -146,7 +146,9 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
 
   FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + blockIdx.x * int64_t(args.dq_floats));
   for (int i = int(threadIdx.x); i < args.dq_floats / 4; i += kThreads) dq[i] = FourFloats{};
-  if (args.turns && threadIdx.x == 0) args.turns[blockIdx.x] = 0;
+  if (args.turns && int(threadIdx.x) < args.turns_per_block) {
+    args.turns[blockIdx.x * int64_t(args.turns_per_block) + threadIdx.x] = 0;
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = 0;
 }
 

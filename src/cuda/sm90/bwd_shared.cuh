@@ -39,9 +39,9 @@ struct BwdShared {
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
   __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
-  // By keys: all consumers' pieces of a block, with a barrier for every second block, as each adder waits for its own.
-  __device__ uint32_t full_pieces(int block) const { return barrier(kScores + 4 + block % 2); }
-  __device__ uint32_t empty_pieces() const { return barrier(kScores + 6); }
+  // By keys.
+  __device__ uint32_t full_piece(int consumer) const { return barrier(kScores + 4 + consumer); }
+  __device__ uint32_t empty_piece(int consumer) const { return barrier(kScores + 6 + consumer); }
   // By columns, in a fixed order: this block's turn has come; all consumers have added to it.
   __device__ uint32_t turn() const { return barrier(kScores + 4); }
   __device__ uint32_t added() const { return barrier(kScores + 5); }
@@ -50,7 +50,7 @@ struct BwdShared {
 
  private:
   static constexpr int kGradOut = 3 + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
-  static constexpr int kTiles = kScores + 7;
+  static constexpr int kTiles = kScores + 8;
   static_assert(kTiles + 2 * kTileSlots == Tile::kBarriers);
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
@@ -74,8 +74,10 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.empty_scores(b), kConsumerWarps);
   }
   if constexpr (Tile::kByKeys) {
-    for (int b = 0; b < 2; ++b) ptx::mbarrier_init(shared.full_pieces(b), kConsumerWarps);
-    ptx::mbarrier_init(shared.empty_pieces(), 1);
+    for (int c = 0; c < Tile::kConsumers; ++c) {
+      ptx::mbarrier_init(shared.full_piece(c), kWarpsPerGroup);
+      ptx::mbarrier_init(shared.empty_piece(c), 1);
+    }
   } else {
     ptx::mbarrier_init(shared.turn(), 1);
     ptx::mbarrier_init(shared.added(), kConsumerWarps);
@@ -94,8 +96,8 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   if (tile >= args.order.tiles) return {-1, 0, 0, 0, 0};
   const TilePlace place = place_of(args.order, tile);
   FwdWork work;
-  const bool rising = place.head >= args.rising_from;
-  work.row = int(rising ? args.order.blocks_m - 1 - place.block : place.block) * Tile::kBlockN;
+  // First keys first, under causal the longest tiles; in a fixed order of additions, last keys first (bwd_turn).
+  work.row = int(args.turns ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
   work.batch = int(place.head / args.heads_kv);
   work.head = int(place.head % args.heads_kv);
   const int end_key = min(work.row + Tile::kBlockN, args.seq_k);

@@ -40,11 +40,11 @@ struct BwdTile {
   static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask;
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
-  // The last two warps of the producer warpgroup load. By keys each of the others adds the dQ of every second block; by columns
-  // one keeps the turns of a fixed order.
+  // The last two warps of the producer warpgroup load. By keys each of the others adds one consumer's dQ; by columns one keeps
+  // the turns of a fixed order.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
   static constexpr int kLoaders = 64;
-  static constexpr int kAdders = kByKeys ? 2 : 1;  // warps
+  static constexpr int kAdders = kByKeys ? kConsumers : 1;  // warps
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
   // What the block has at launch, in steps of 8 a thread; a role that asks for more waits for ever.
@@ -85,7 +85,7 @@ struct BwdTile {
   static constexpr int kValuesBytes = kMasked ? kBwdMaskRows * kBwdMaskColumns * int(sizeof(float)) : 0;  // of one warp
   static constexpr int kValuesOffset = kVisitOffset + kVisits * 8;
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
-  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 3 + 2 * kTileSlots;
+  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 4 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);

@@ -2,49 +2,63 @@
 // consumers have laid down to the sum; by columns, where consumers add from registers, one keeps the turns.
 //
 // In a fixed order of additions a block of dQ is added to once BwdArgs::turns says so, and the next turn is given once the
-// addition is performed: two trips to the L2 cache, about as long as a consumer takes for a block.
+// addition is performed: two trips to the L2 cache and more, about as long as a consumer takes for a block.
 #pragma once
 
 #include "bwd_blocks.cuh"
 
 namespace flashsdpa {
 
-// By keys. One warp of two: adds every second block, so that one addition may be under way while the next is made.
+// By keys. One warp: adds what `consumer` has laid down, block by block. In a fixed order it asks for the turn of the next block
+// while the addition to this one is under way.
 template <typename Tile>
-__device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, uint32_t adder, int lane) {
+__device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int lane) {
+  // The second consumer of class 96 has half a box of columns.
+  const uint32_t bytes = consumer == 1 && Tile::kDim == 96 ? Tile::kPieceBytes / 2 : Tile::kPieceBytes;
   Ring<kTileSlots> tile_ring;
-  Ring<2> blocks;  // a stage for each adder
+  Ring<1> blocks;
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
     if (work.end()) break;
     if (lane == 0) {
+      uint32_t* turn_before = nullptr;
+      uint32_t step_before = 0;
+      const auto give_turn = [&] {
+        if (!turn_before) return;
+        ptx::tma_store_wait();
+        ptx::fence_proxy();
+        ptx::add_release(turn_before, step_before);
+      };
 #pragma unroll 1
       for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
-        if (Tile::kMasked || blocks.stage() == int(adder)) {
-          ptx::mbarrier_wait(shared.full_pieces(blocks.stage()), blocks.phase());
+        if constexpr (Tile::kMasked) {
+          give_turn();
+          ptx::mbarrier_wait(shared.full_piece(consumer), blocks.phase());
+          bwd_hear(shared, int(blocks.count % Tile::kVisits), at);
         }
-        if constexpr (Tile::kMasked) bwd_hear(shared, int(blocks.count % Tile::kVisits), at);
-        if (blocks.stage() != int(adder)) continue;
         const int64_t block = bwd_block(args, work, at);
-        fwd_delay(FwdPoint::kStore);
-        uint32_t mine = 0;
-        if (args.turns) {
-          mine = bwd_turn<Tile>(args, work, at);
-          bwd_wait_turn(args.turns + block, mine);
-          ptx::fence_proxy();
+        uint32_t* turn = args.turns + block * Tile::kAdders + consumer;
+        const uint32_t mine = args.turns ? bwd_turn<Tile>(args, work, at) : 0;
+        const bool ready = args.turns && ptx::load_acquire(turn) == mine;
+        if constexpr (!Tile::kMasked) {
+          give_turn();
+          ptx::mbarrier_wait(shared.full_piece(consumer), blocks.phase());
         }
-        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats, shared.piece(0), Tile::kDqFloats * sizeof(float));
+        fwd_delay(FwdPoint::kStore);
+        if (args.turns) {
+          if (!ready) bwd_wait_turn(turn, mine);
+          ptx::fence_proxy();
+          turn_before = turn;
+          step_before = bwd_turn_step<Tile>(work, mine);
+        }
+        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
         ptx::tma_store_commit();
         ptx::tma_store_wait_read();
         fwd_delay(FwdPoint::kFree);
-        ptx::mbarrier_arrive(shared.empty_pieces());
-        if (args.turns) {
-          ptx::tma_store_wait();
-          ptx::fence_proxy();
-          ptx::add_release(args.turns + block, bwd_turn_step<Tile>(work, mine));
-        }
+        ptx::mbarrier_arrive(shared.empty_piece(consumer));
       }
+      give_turn();
     }
     __syncwarp();  // the other lanes wait here, and not for the next tile
   }
