@@ -153,11 +153,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const auto lay_piece = [&](const Ring<2>& at) {
       ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
-      const uint32_t target = shared.piece(consumer()) + thread * 16;
-#pragma unroll
-      for (int i = 0; i < kPieceColumns / 2; i += 4) {
-        ptx::store_shared_floats(target + i * (ptx::kWarpgroupThreads * 4), dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-      }
+      stage_piece(shared.piece(consumer()), dq, thread);
     };
     const auto begin_scores = [&] {
       ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());

@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   const uint16_t* grad_out =
       args.grad_out + at.batch * args.grad_stride[0] + at.head * args.grad_stride[1] + column * args.grad_stride[3];
   bool coarse = false;
+#pragma unroll 4
   for (int first = warp * (ptx::kWarpLanes / lanes); first < args.block_m; first += kThreads / lanes) {
     const int r = first + lane / lanes, row = at.m * args.block_m + r;
     const bool inside = row < args.seq_q;

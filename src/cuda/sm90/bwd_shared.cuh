@@ -39,10 +39,10 @@ struct BwdShared {
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
   __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
-  // By keys.
-  __device__ uint32_t full_piece(int consumer) const { return barrier(kScores + 4 + consumer); }
-  __device__ uint32_t empty_piece(int consumer) const { return barrier(kScores + 6 + consumer); }
-  // By columns, in a fixed order: this block's turn has come; all consumers have added to it.
+  // What an adder adds at once is there; is read.
+  __device__ uint32_t full_piece(int adder) const { return barrier(kScores + 4 + adder); }
+  __device__ uint32_t empty_piece(int adder) const { return barrier(kScores + 6 + adder); }
+  // Where dQ is not staged, in a fixed order: this block's turn has come; all consumers have added to it.
   __device__ uint32_t turn() const { return barrier(kScores + 4); }
   __device__ uint32_t added() const { return barrier(kScores + 5); }
   __device__ uint32_t full_tile(int slot) const { return barrier(kTiles + slot); }
@@ -73,10 +73,10 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.full_scores(b), kConsumerWarps);
     ptx::mbarrier_init(shared.empty_scores(b), kConsumerWarps);
   }
-  if constexpr (Tile::kByKeys) {
-    for (int c = 0; c < Tile::kConsumers; ++c) {
-      ptx::mbarrier_init(shared.full_piece(c), kWarpsPerGroup);
-      ptx::mbarrier_init(shared.empty_piece(c), 1);
+  if constexpr (Tile::kStaged) {
+    for (int a = 0; a < Tile::kAdders; ++a) {
+      ptx::mbarrier_init(shared.full_piece(a), kConsumerWarps / Tile::kAdders);
+      ptx::mbarrier_init(shared.empty_piece(a), 1);
     }
   } else {
     ptx::mbarrier_init(shared.turn(), 1);

@@ -1,5 +1,5 @@
-// The warps of the producer warpgroup that see to dQ, so that no consumer waits for global memory: by keys they add what the
-// consumers have laid down to the sum; by columns, where consumers add from registers, one keeps the turns.
+// The warps of the producer warpgroup that see to dQ, so that no consumer waits for global memory: they add what the consumers
+// have staged to the sum; or, where consumers add from registers, one keeps the turns.
 //
 // In a fixed order of additions a block of dQ is added to once BwdArgs::turns says so, and the next turn is given once the
 // addition is performed: two trips to the L2 cache and more, about as long as a consumer takes for a block.
@@ -9,12 +9,12 @@
 
 namespace flashsdpa {
 
-// By keys. One warp: adds what `consumer` has laid down, block by block. In a fixed order it asks for the turn of the next block
-// while the addition to this one is under way.
+// One warp: adds its share of each block, one consumer's piece or those of all. In a fixed order it asks for the turn of the next
+// block while the addition to this one is under way.
 template <typename Tile>
-__device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int lane) {
-  // The second consumer of class 96 has half a box of columns.
-  const uint32_t bytes = consumer == 1 && Tile::kDim == 96 ? Tile::kPieceBytes / 2 : Tile::kPieceBytes;
+__device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int adder, int lane) {
+  constexpr int kShare = Tile::kConsumers / Tile::kAdders * kBwdPieceFloats;
+  const uint32_t bytes = min(kShare, Tile::kDqFloats - adder * kShare) * int(sizeof(float));
   Ring<kTileSlots> tile_ring;
   Ring<1> blocks;
   while (true) {
@@ -34,16 +34,16 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
       for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
         if constexpr (Tile::kMasked) {
           give_turn();
-          ptx::mbarrier_wait(shared.full_piece(consumer), blocks.phase());
+          ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
           bwd_hear(shared, int(blocks.count % Tile::kVisits), at);
         }
         const int64_t block = bwd_block(args, work, at);
-        uint32_t* turn = args.turns + block * Tile::kAdders + consumer;
+        uint32_t* turn = args.turns + block * Tile::kAdders + adder;
         const uint32_t mine = args.turns ? bwd_turn<Tile>(args, work, at) : 0;
         const bool ready = args.turns && ptx::load_acquire(turn) == mine;
         if constexpr (!Tile::kMasked) {
           give_turn();
-          ptx::mbarrier_wait(shared.full_piece(consumer), blocks.phase());
+          ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
         }
         fwd_delay(FwdPoint::kStore);
         if (args.turns) {
@@ -52,11 +52,11 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
           turn_before = turn;
           step_before = bwd_turn_step<Tile>(work, mine);
         }
-        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
+        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + adder * kShare, shared.piece(adder), bytes);
         ptx::tma_store_commit();
         ptx::tma_store_wait_read();
         fwd_delay(FwdPoint::kFree);
-        ptx::mbarrier_arrive(shared.empty_piece(consumer));
+        ptx::mbarrier_arrive(shared.empty_piece(adder));
       }
       give_turn();
     }
@@ -64,7 +64,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
   }
 }
 
-// By columns, in a fixed order. One warp: tells the consumers that a block's turn has come, and, once all have added to it,
+// Without staging, in a fixed order. One warp: tells the consumers that a block's turn has come, and, once all have added to it,
 // gives the next; what they added is ordered before that through their arrivals.
 template <typename Tile>
 __device__ inline void bwd_keep_turns(const BwdArgs& args, const BwdShared<Tile>& shared, int lane) {
