@@ -128,14 +128,8 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     ptx::mbarrier_wait(shared.full_k(), kv_phase);
     ptx::mbarrier_wait(shared.full_v(), kv_phase);
 
-    const uint32_t first = q_ring.count;
-    static_assert(!Tile::kStaged || kOwn == 1);
-    const auto give_piece = [&] {  // to the adder, behind a fence
-      __syncwarp();
-      free_stage(shared.full_piece(0));
-    };
 #pragma unroll 1
-    for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {
+    for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work)) {
       const uint32_t q = shared.q(q_ring.stage()), grad_out = shared.grad_out(grad_out_ring.stage());
       ptx::mbarrier_wait(shared.full_q(q_ring.stage()), q_ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
@@ -166,7 +160,6 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
         store_scores(shared.scores(1), i, ptx::pack<kBFloat16>(s[i] * (dp[i] - delta[r]), s[i + 1] * (dp[i + 1] - delta[r])));
       }
       ptx::fence_proxy_shared();
-      if (Tile::kStaged && q_ring.count != first) give_piece();  // of the block before
       meet();
 
       ptx::wgmma_fence();
@@ -184,21 +177,15 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
           ptx::wgmma_wait<1>();
           free_stage(shared.empty_grad_out(grad_out_ring.stage()));
           grad_out_ring.advance();
-          if (!Tile::kStaged && args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
+          if (args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
         } else {
           ptx::wgmma_wait<0>();
         }
         ptx::wgmma_settle(dq);
-        if constexpr (Tile::kStaged) {
-          ptx::mbarrier_wait(shared.empty_piece(0), q_ring.count % 2 ^ 1);
-          fwd_delay(FwdPoint::kStore);
-          stage_piece(shared.piece(consumer), dq, thread);
-          continue;
-        }
         add_piece(args.dq + bwd_block(args, work, at) * Tile::kDqFloats + box(i) * kBwdPieceFloats);
       }
       if constexpr (kOwn == 1) ptx::wgmma_wait<0>();
-      if (!Tile::kStaged && args.turns) {
+      if (args.turns) {
         __syncwarp();
         free_stage(shared.added());
       }
@@ -206,10 +193,6 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       q_ring.advance();
     }
 
-    if constexpr (Tile::kStaged) {
-      ptx::fence_proxy_shared();
-      give_piece();
-    }
 #pragma unroll
     for (auto& box : dk) ptx::wgmma_settle(box);
 #pragma unroll

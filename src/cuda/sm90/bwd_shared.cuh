@@ -39,10 +39,10 @@ struct BwdShared {
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
   __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
-  // What an adder adds at once is there; is read.
+  // By keys: what an adder adds at once is there; is read.
   __device__ uint32_t full_piece(int adder) const { return barrier(kScores + 4 + adder); }
   __device__ uint32_t empty_piece(int adder) const { return barrier(kScores + 6 + adder); }
-  // Where dQ is not staged, in a fixed order: this block's turn has come; all consumers have added to it.
+  // By columns, in a fixed order: this block's turn has come; all consumers have added to it.
   __device__ uint32_t turn() const { return barrier(kScores + 4); }
   __device__ uint32_t added() const { return barrier(kScores + 5); }
   __device__ uint32_t full_tile(int slot) const { return barrier(kTiles + slot); }
@@ -73,9 +73,9 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.full_scores(b), kConsumerWarps);
     ptx::mbarrier_init(shared.empty_scores(b), kConsumerWarps);
   }
-  if constexpr (Tile::kStaged) {
+  if constexpr (Tile::kByKeys) {
     for (int a = 0; a < Tile::kAdders; ++a) {
-      ptx::mbarrier_init(shared.full_piece(a), kConsumerWarps / Tile::kAdders);
+      ptx::mbarrier_init(shared.full_piece(a), kWarpsPerGroup);
       ptx::mbarrier_init(shared.empty_piece(a), 1);
     }
   } else {
@@ -96,8 +96,9 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   if (tile >= args.order.tiles) return {-1, 0, 0, 0, 0};
   const TilePlace place = place_of(args.order, tile);
   FwdWork work;
-  // First keys first, under causal the longest tiles; in a fixed order of additions, last keys first (bwd_turn).
-  work.row = int(args.turns ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
+  // First keys first, under causal the longest tiles; with a mask, in a fixed order of additions, last keys first (bwd_turn).
+  const bool falling = Tile::kMasked && args.turns;
+  work.row = int(falling ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
   work.batch = int(place.head / args.heads_kv);
   work.head = int(place.head % args.heads_kv);
   const int end_key = min(work.row + Tile::kBlockN, args.seq_k);

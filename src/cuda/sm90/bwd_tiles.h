@@ -40,12 +40,11 @@ struct BwdTile {
   static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask;
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
-  // The last two warps of the producer warpgroup load. The others see to dQ: where it is staged they add it, by keys one
-  // for each consumer, by columns one for all; else one keeps the turns of a fixed order.
+  // The last two warps of the producer warpgroup load. The others see to dQ: by keys each adds one consumer's; by columns,
+  // where consumers add their own, one keeps the turns of a fixed order.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
   static constexpr int kLoaders = 64;
-  static constexpr bool kStaged = kByKeys || (kDim <= 192 && kDimV <= 128 && !kMasked);  // dQ, as there is room
-  static constexpr int kAdders = kByKeys ? kConsumers : 1;                               // warps
+  static constexpr int kAdders = kByKeys ? kConsumers : 1;  // warps
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
   // What the block has at launch, in steps of 8 a thread; a role that asks for more waits for ever.
@@ -62,7 +61,7 @@ struct BwdTile {
   // One buffer of P or dS: boxes of kBlockN keys x 64 queries (by keys), or of kBlockM queries x 64 keys.
   static constexpr int kScoreBytes =
       kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
-  // One consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
+  // By keys, one consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
@@ -74,7 +73,7 @@ struct BwdTile {
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
-  static constexpr int kStatsOffset = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
+  static constexpr int kStatsOffset = kPieceOffset + (kByKeys ? kConsumers * kPieceBytes : 0);
   static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
   static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
   static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);

@@ -1,5 +1,5 @@
-// The warps of the producer warpgroup that see to dQ, so that no consumer waits for global memory: they add what the consumers
-// have staged to the sum; or, where consumers add from registers, one keeps the turns.
+// The warps of the producer warpgroup that see to dQ, so that no consumer waits for global memory: by keys they add what
+// the consumers have staged to the sum; by columns, where consumers add from registers, one keeps the turns.
 //
 // In a fixed order of additions a block of dQ is added to once BwdArgs::turns says so, and the next turn is given once the
 // addition is performed: two trips to the L2 cache and more, about as long as a consumer takes for a block.
@@ -9,12 +9,11 @@
 
 namespace flashsdpa {
 
-// One warp: adds its share of each block, one consumer's piece or those of all. In a fixed order it asks for the turn of the next
-// block while the addition to this one is under way.
+// By keys. One warp: adds one consumer's piece of each block. In a fixed order it asks for the turn of the next block while the
+// addition to this one is under way.
 template <typename Tile>
 __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int adder, int lane) {
-  constexpr int kShare = Tile::kConsumers / Tile::kAdders * kBwdPieceFloats;
-  const uint32_t bytes = min(kShare, Tile::kDqFloats - adder * kShare) * int(sizeof(float));
+  const uint32_t bytes = min(kBwdPieceFloats, Tile::kDqFloats - adder * kBwdPieceFloats) * int(sizeof(float));
   Ring<kTileSlots> tile_ring;
   Ring<1> blocks;
   while (true) {
@@ -31,7 +30,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         ptx::add_release(turn_before, step_before);
       };
 #pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
+      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work), blocks.advance()) {
         if constexpr (Tile::kMasked) {
           give_turn();
           ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
@@ -52,7 +51,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
           turn_before = turn;
           step_before = bwd_turn_step<Tile>(work, mine);
         }
-        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + adder * kShare, shared.piece(adder), bytes);
+        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + adder * kBwdPieceFloats, shared.piece(adder), bytes);
         ptx::tma_store_commit();
         ptx::tma_store_wait_read();
         fwd_delay(FwdPoint::kFree);
@@ -64,7 +63,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
   }
 }
 
-// Without staging, in a fixed order. One warp: tells the consumers that a block's turn has come, and, once all have added to it,
+// By columns, in a fixed order. One warp: tells the consumers that a block's turn has come, and, once all have added to it,
 // gives the next; what they added is ordered before that through their arrivals.
 template <typename Tile>
 __device__ inline void bwd_keep_turns(const BwdArgs& args, const BwdShared<Tile>& shared, int lane) {
@@ -76,7 +75,7 @@ __device__ inline void bwd_keep_turns(const BwdArgs& args, const BwdShared<Tile>
     if (work.end()) break;
     if (lane == 0 && args.turns) {
 #pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
+      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work), blocks.advance()) {
         if constexpr (Tile::kMasked) {
           ptx::mbarrier_wait(shared.full_q(blocks.stage()), blocks.phase());
           bwd_hear(shared, int(blocks.count % Tile::kVisits), at);
