@@ -1,4 +1,4 @@
-// Which blocks of queries a tile of keys visits, first head and first queries first but in a fixed order of additions, and what the roles tell each other of
+// Which blocks of queries a tile of keys visits, first head and first queries first, and what the roles tell each other of
 // them: all of its band, or those that the mask plan leaves of it. With a mask only the loader walks the plan.
 #pragma once
 
@@ -9,23 +9,17 @@
 
 namespace flashsdpa {
 
-// Without a mask: heads of the group, in each the blocks of the band. Every role counts them for itself. In a fixed order last
-// queries come first: under causal all tiles begin with the same, and the first to be handed out, of the first keys, may be the
-// longest ones.
+// Without a mask: heads of the group, in each the blocks of the band. Every role counts them for itself.
 struct BwdVisit {
-  int head, m, left;
+  int head, m, first, last, left;
   BwdVisit() = default;
-  __device__ BwdVisit(const BwdArgs& args, const FwdWork& work)
-      : head(work.head * args.group), m(begin(args, work)), left((work.last - work.first) * args.group) {}
-  __device__ void start(const BwdArgs& args, const FwdWork& work) { *this = BwdVisit(args, work); }
-  __device__ void advance(const BwdArgs& args, const FwdWork& work) {
+  __device__ BwdVisit(const FwdWork& work, int group)
+      : head(work.head * group), m(work.first), first(work.first), last(work.last), left((work.last - work.first) * group) {}
+  __device__ void start(const BwdArgs& args, const FwdWork& work) { *this = BwdVisit(work, args.group); }
+  __device__ void advance(const BwdArgs&, const FwdWork&) {
     --left;
-    m += args.turns ? -1 : 1;
-    if (m < work.first || m == work.last) m = begin(args, work), ++head;
+    if (++m == last) m = first, ++head;
   }
-
- private:
-  __device__ static int begin(const BwdArgs& args, const FwdWork& work) { return args.turns ? work.last - 1 : work.first; }
 };
 
 // The loader's walk through the plan's transposed lists: the blocks of each head of the group that hold a score which plan
@@ -154,7 +148,7 @@ struct BwdWord {
 struct BwdFollow {
   int head = 0, m = 0, left;
   bool final = false;
-  __device__ BwdFollow(const BwdArgs&, const FwdWork& work) : left(!work.empty()) {}
+  __device__ BwdFollow(const FwdWork& work, int) : left(!work.empty()) {}
   __device__ void hear(const BwdWord<true>& told, int its_head) {
     head = its_head;
     m = told.m();
@@ -205,17 +199,18 @@ __device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, co
 }
 
 // In a fixed order of additions to dQ, how many key blocks add to query block m before this one. It is the order in which
-// the head's tiles are handed out, so what a tile waits for is never behind it. Tiles that are handed out together are those
-// of many heads: those of one would be at the same query block at the same time.
+// the head's tiles are handed out, last keys first, so what a tile waits for is never behind it. Under causal the tile before is at
+// query block m one step and more before this one. Without a band it would be there at the same time: tiles that are
+// handed out together are then those of many heads.
 template <typename Tile>
 __device__ inline uint32_t bwd_turn_of_band(const BwdArgs& args, const FwdWork& work, int m) {
-  const int lowest = max(m * Tile::kBlockM + args.band_lo, 0);  // the first key that a query here sees
-  return uint32_t(work.row / Tile::kBlockN - lowest / Tile::kBlockN);
+  const int end_query = min((m + 1) * Tile::kBlockM, args.seq_q);
+  const int highest = min(end_query + args.band_hi, args.seq_k) - 1;  // the last key that a query here sees
+  return uint32_t(highest / Tile::kBlockN - work.row / Tile::kBlockN);
 }
 
 // With a mask the tiles that visit a query block are those of its lists of granules of keys. There the turn is told by who
-// was there last: the number of its key block and one more; 0, nobody. Its lists are walked first queries first, so last keys
-// come first: under a mask like causal the tile before is at query block m one step and more before this one.
+// was there last: the number of its key block and one more; 0, nobody.
 template <typename Tile>
 __device__ inline uint32_t bwd_turn_of_plan(const BwdArgs& args, const FwdWork& work, int head, int m) {
   constexpr int kKeys = Tile::kBlockN / int(kGranule), kRows = Tile::kBlockM / int(kGranule);

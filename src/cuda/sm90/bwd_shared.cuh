@@ -96,9 +96,8 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   if (tile >= args.order.tiles) return {-1, 0, 0, 0, 0};
   const TilePlace place = place_of(args.order, tile);
   FwdWork work;
-  // First keys first, under causal the longest tiles; with a mask, in a fixed order of additions, last keys first (bwd_turn).
-  const bool falling = Tile::kMasked && args.turns;
-  work.row = int(falling ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
+  // First keys first, under causal the longest tiles; in a fixed order of additions, last keys first (bwd_turn).
+  work.row = int(args.turns ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
   work.batch = int(place.head / args.heads_kv);
   work.head = int(place.head % args.heads_kv);
   const int end_key = min(work.row + Tile::kBlockN, args.seq_k);
