@@ -80,7 +80,7 @@ def test_lengths(seq_q):
 
 
 @pytest.mark.parametrize("dim", CLASSES)
-@pytest.mark.parametrize("kind", ("random", "granules", "document", "causal", "one_key"))
+@pytest.mark.parametrize("kind", ("random", "granules", "document", "causal", "one_key", "checkerboard", "single_true"))
 def test_counting(kind, dim):
     for seq_q, seq_k in ((65, 129), (193, 385), (500, 320)):
         mask = make(kind, f"counting{dim}", (2, 2, seq_q, seq_k), torch.bfloat16)
