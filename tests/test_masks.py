@@ -120,6 +120,11 @@ def qkv(name, seq=150, heads=2):
     return [torch.randn(1, heads, seq, 16, generator=g) for _ in range(3)]
 
 
+def written(mask, additive):
+    """A bool mask, or the same as 0 and -inf: either way its plan says all of it."""
+    return torch.zeros(mask.shape).masked_fill_(~mask, -INF) if additive else mask
+
+
 def sees(q, k, v, mask):
     """The unchanged call and attention() give what the mask says now."""
     want = reference(Inputs(q, k, v, mask), Call()).out
@@ -129,16 +134,17 @@ def sees(q, k, v, mask):
     assert (torch_flashsdpa.attention(q, k, v, attn_mask=mask) - want).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ("document", "bias_inf"))
-def test_a_mask_changed_in_inference_mode_is_seen(kind):
+@pytest.mark.parametrize("additive", (False, True), ids=("bool", "additive"))
+def test_a_mask_changed_in_inference_mode_is_seen(additive):
     """Inference tensors count no versions: nothing tells an old mask from a new one but its contents."""
     q, k, v = qkv("inference")
     with torch.inference_mode():
-        mask = make_mask(kind, "inference", (1, 2, 150, 150), torch.float32).clone()
+        masks = [written(make_mask("document", f"inference{turn}", (1, 2, 150, 150), torch.float32), additive) for turn in range(3)]
+        mask = masks[0].clone()
         assert mask.is_inference()
-        for turn in range(3):
+        for new in masks:
+            mask.copy_(new)
             sees(q, k, v, mask)
-            mask.copy_(make_mask(kind, f"inference{turn}", (1, 2, 150, 150), torch.float32))
 
 
 def test_another_tensor_in_the_memory_of_an_old_mask():
@@ -152,11 +158,11 @@ def test_another_tensor_in_the_memory_of_an_old_mask():
         sees(q, k, v, mask)
 
 
-@pytest.mark.parametrize("kind", ("granules", "bias_inf"))
-def test_slices_of_one_mask_for_each_layer(kind):
+@pytest.mark.parametrize("additive", (False, True), ids=("bool", "additive"))
+def test_slices_of_one_mask_for_each_layer(additive):
     """One tensor (layers, B, H, Sq, Sk): its slices differ in their offset alone."""
     q, k, v = qkv("layers")
-    masks = make_mask(kind, "layers", (4, 2, 150, 150), torch.float32)
+    masks = written(make_mask("random", "layers", (4, 2, 150, 150), torch.float32), additive)
     for _ in range(2):
         for layer in range(4):
             sees(q, k, v, masks[layer])

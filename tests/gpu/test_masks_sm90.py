@@ -138,10 +138,12 @@ def sees(q, k, v, mask):
     assert (out.double() - reference(Inputs(q, k, v, mask), Call()).out).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("kind", ("document", "bias_inf"))
-def test_a_mask_changed_in_inference_mode_is_seen(kind):
+@pytest.mark.parametrize("additive", (False, True), ids=("bool", "additive"))
+def test_a_mask_changed_in_inference_mode_is_seen(additive):
     q, k, v = qkv("inference")
-    masks = [make(kind, f"inference{turn}", (1, 2, 300, 300), torch.bfloat16) for turn in range(3)]
+    masks = [make("document", f"inference{turn}", (1, 2, 300, 300), torch.bfloat16) for turn in range(3)]
+    if additive:
+        masks = [torch.zeros_like(mask, dtype=torch.bfloat16).masked_fill_(~mask, -INF) for mask in masks]
     with torch.inference_mode():
         mask = masks[0].clone()
         for new in masks:
