@@ -393,7 +393,8 @@ def test_masks_in_a_buffer_that_inductor_reuses(routed):
     compiled = torch.compile(banded, fullgraph=True)
     enable("flashsdpa", strict=True)
     _, code = run_and_get_code(compiled, x, widths)
-    assert "# reuse" in "".join(code)
+    made = [line for line in "".join(code).splitlines() if "160, 160), (25600" in line or "# reuse" in line]
+    assert sum("empty_strided" in line for line in made) == 1 and any("# reuse" in line for line in made)
     for new in ((3, 100, 30), (160, 1, 64), (30, 3, 100)):
         for width, n in zip(widths, new):
             width.fill_(n)
@@ -401,6 +402,24 @@ def test_masks_in_a_buffer_that_inductor_reuses(routed):
         with sdpa_backend("stock"):
             want = banded(x, widths)
         torch.testing.assert_close(compiled(x, widths), want)
+
+
+def test_a_mask_edited_inside_a_graph_and_between_calls():
+    """Equal ops of a graph are merged: the plan of the mask as it was is not that of the mask as it is."""
+
+    def function(x, mask):
+        x = F.scaled_dot_product_attention(x, x, x, mask)
+        mask.logical_not_()
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    x, mask = torch.randn(1, 2, 160, 8), torch.rand(160, 160) < 0.3
+    enable("flashsdpa", strict=True)
+    for width in (160, 20, 90):
+        mask.copy_(torch.rand(160, 160) < 0.5).tril_(width)
+        with sdpa_backend("stock"):
+            want = function(x, mask.clone())
+        torch.testing.assert_close(compiled(x, mask), want)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
