@@ -385,7 +385,8 @@ def banded(x, widths):
 
 
 def test_masks_in_a_buffer_that_inductor_reuses(routed):
-    """The masks of three layers lie in one buffer, one after the other: same address, other contents."""
+    """The masks of three layers lie in one buffer, one after the other: same address, other contents. Each is made once, for
+    its plan and its attention."""
     from torch._inductor.utils import run_and_get_code
 
     x = torch.randn(1, 2, 160, 8)
@@ -393,8 +394,8 @@ def test_masks_in_a_buffer_that_inductor_reuses(routed):
     compiled = torch.compile(banded, fullgraph=True)
     enable("flashsdpa", strict=True)
     _, code = run_and_get_code(compiled, x, widths)
-    made = [line for line in "".join(code).splitlines() if "160, 160), (25600" in line or "# reuse" in line]
-    assert sum("empty_strided" in line for line in made) == 1 and any("# reuse" in line for line in made)
+    lines = "".join(code).splitlines()
+    assert sum("empty_strided" in line and "160, 160)" in line for line in lines) == 1 and any("# reuse" in line for line in lines)
     for new in ((3, 100, 30), (160, 1, 64), (30, 3, 100)):
         for width, n in zip(widths, new):
             width.fill_(n)
