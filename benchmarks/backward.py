@@ -134,12 +134,8 @@ def run_case(case, rounds):
         return rows
     repeats = gpu.repeats(next(iter(calls.values()))[0], 10)
 
-    def time_once(name):
-        run, context, _ = calls[name]
-        with context():
-            return gpu.elapsed_ms(run, repeats)
-
-    times = gpu.interleaved({name: functools.partial(time_once, name) for name in calls}, rounds)
+    times = gpu.interleaved({name: functools.partial(gpu.elapsed_ms_in, context, run, repeats)
+                             for name, (run, context, _) in calls.items()}, rounds)  # fmt: skip
     for name, (_, _, row) in calls.items():
         row["ms"] = statistics.median(times[name])
         row["tflops"] = 2.5 * case.flop() / row["ms"] / 1e9

@@ -34,6 +34,12 @@ def elapsed_ms(call, repeats):
     return start.elapsed_time(end) / repeats
 
 
+def elapsed_ms_in(context, call, repeats):
+    """The same, within what `context` makes: a backend, a mode."""
+    with context():
+        return elapsed_ms(call, repeats)
+
+
 def repeats(call, ms):
     """How many of `call` in a row fill about `ms` milliseconds."""
     call()

@@ -96,9 +96,18 @@ class Case:
         keep = self.keep(0, 0, rows, cols).expand(self.seq_q, self.seq)
         return keep.expand(self.batch, 1, self.seq_q, self.seq).contiguous()
 
+    @property
+    def group(self):
+        return "bias" if self.is_bias else "mask"
+
+    def row(self, which, impl):
+        """The start of a row of the record."""
+        return {"group": self.group, "case": self.name, "dtype": str(self.dtype).removeprefix("torch."), "pass": which,
+                "impl": impl}  # fmt: skip
+
     def shape(self):
         """The cell of the table of "auto"."""
-        return {"kind": "bias" if self.is_bias else "mask", "dim": self.dim, "seq_q": self.seq_q, "seq_k": self.seq}
+        return {"kind": self.group, "dim": self.dim, "seq_q": self.seq_q, "seq_k": self.seq}
 
     def flop(self):
         pairs = self.seq_q * self.seq if self.is_bias else int(self.make_mask()[0, 0].sum())
@@ -203,8 +212,7 @@ def run_backward(case, rounds):
             continue
         for wanted in (inputs, [*inputs, mask.clone().requires_grad_()]) if case.is_bias else (inputs,):
             notes = [note] * bool(note) + ["with the bias's gradient"] * (len(wanted) == 4)
-            row = {"group": "bias" if case.is_bias else "mask", "case": case.name,
-                   "dtype": str(case.dtype).removeprefix("torch."), "pass": "bwd", "impl": impl}  # fmt: skip
+            row = case.row("bwd", impl)
             row |= {"note": "; ".join(notes)} if notes else {}
             rows.append(row)
             try:
@@ -228,17 +236,12 @@ def run_backward(case, rounds):
                 row["note"] = "wrong: no time"
                 continue
             calls[len(rows)] = (run, context, row)
-    times = gpu.interleaved({key: lambda run=run, context=context: in_context(context, run)
+    times = gpu.interleaved({key: functools.partial(gpu.elapsed_ms_in, context, run, 3)
                              for key, (run, context, _) in calls.items()}, rounds)  # fmt: skip
     for key, (_, _, row) in calls.items():
         row["ms"] = statistics.median(times[key])
         row["tflops"] = flop / row["ms"] / 1e9
     return rows
-
-
-def in_context(context, run):
-    with context():
-        return gpu.elapsed_ms(run, 3)
 
 
 def run_training(case, rounds):
@@ -248,12 +251,11 @@ def run_training(case, rounds):
     mask, grad_out = case.make_mask(), torch.randn_like(inputs[0])
     rows, calls, grads = [], {}, {}
     for name, (impl, _, call, context) in implementations(case, "auto").items():
-        rows.append({"group": "bias" if case.is_bias else "mask", "case": case.name,
-                     "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd+bwd", "impl": impl})  # fmt: skip
+        rows.append(case.row("fwd+bwd", impl))
         run = lambda call=call: torch.autograd.grad(call(case, *inputs, mask), inputs, grad_out)  # noqa: E731
         with context():
             grads[name] = [g.float() for g in run()]
-        calls[name] = functools.partial(in_context, context, run)
+        calls[name] = functools.partial(gpu.elapsed_ms_in, context, run, 3)
     ours = rows[0]
     ours["error"] = max(((a - b).norm() / b.norm()).item() for a, b in zip(grads["flashsdpa"], grads["stock"]))
     if ours["error"] > 0.02:
@@ -289,8 +291,7 @@ def run_case(case, grid, rounds):
     mask, flop = case.make_mask(), case.flop()
     rows, calls = [], {}
     for name, (impl, note, call, context) in implementations(case, grid).items():
-        row = {"group": "bias" if case.is_bias else "mask", "case": case.name,
-               "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd", "impl": impl}  # fmt: skip
+        row = case.row("fwd", impl)
         row |= {"note": note} if note else {}
         rows.append(row)
         try:
