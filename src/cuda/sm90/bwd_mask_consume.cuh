@@ -110,17 +110,16 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     fwd_delay(FwdPoint::kKeyThere);
     issue_scores(s, std::integral_constant<int, Tile::kDim>(), shared.q(visit.q_stage()) + piece() * Tile::kQPieceBytes,
                  shared.k(visit.k_stage()));
-    ptx::wgmma_wait<0>();
+    ptx::mbarrier_wait(shared.full_grad_out(visit.q_stage()), visit.q_phase());  // and the stats
+    ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
+    issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
+                 shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
+    ptx::wgmma_wait<1>();
     ptx::wgmma_settle(s);
     free_stage(BwdMaskVisit::kLeaveQ, shared.empty_q(visit.q_stage()));
     free_stage(BwdMaskVisit::kLeaveK, shared.empty_k(visit.k_stage()));
-    ptx::mbarrier_wait(shared.full_grad_out(visit.q_stage()), visit.q_phase());  // and the stats
     const BwdStats<Tile::kPieceRows> stats{shared.stats(visit.q_stage(), piece())};
     mask(stats);
-    ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
-    // Not before: the mask needs registers that dP has.
-    issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
-                 shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
     const float shift[2] = {ptx::load_shared_float(stats.shift(piece_row())), ptx::load_shared_float(stats.shift(piece_row() + 8))};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], bwd.scale_log2, -shift[score_row(i)]));
