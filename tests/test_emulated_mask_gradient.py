@@ -138,11 +138,12 @@ def test_large_scores(attention, magnitude):
 
 
 def test_bad_numbers_of_removed_keys(attention):
-    """NaN in K and V of keys that the mask removes reaches no element of its gradient."""
+    """NaN in K of keys that the mask removes reaches no element of its gradient, in V none of theirs."""
     for dim, axes in itertools.product(CLASSES, ("hqk", "k", "bk")):
         x = inputs(case("bad", f"bias:{axes}", heads=(2, 2), lengths=(130, 330), dims=(dim, dim)))
         x.mask[..., 100:256] = -INF
-        bad = replace(x, k=x.k.clone(), v=x.v.clone())
-        bad.k[:, :, 100:256] = float("nan")
-        want, got = (runner(attention)(y, Call()).grads["dmask"].float() for y in (x, bad))
+        bad, worse = replace(x, k=x.k.clone()), replace(x, v=x.v.clone())
+        bad.k[:, :, 100:256] = worse.v[:, :, 110:140] = float("nan")
+        want, got, rest = (runner(attention)(y, Call()).grads["dmask"].float() for y in (x, bad, worse))
         assert (got - want).abs().max() <= 2**-6 * want.abs().max()
+        assert (rest[..., 100:256] == 0).all()
