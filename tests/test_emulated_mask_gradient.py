@@ -72,7 +72,8 @@ def test_lengths(attention, seq_q):
 @pytest.mark.parametrize("dim", CLASSES)
 def test_many_visits(attention, dim):
     """Stages and slots go round; tiles that the plan empties between those that it does not."""
-    for axes, heads, lengths in (("qk", (8, 2), (300, 300)), ("k", (4, 1), (700, 200)), ("q", (4, 4), (200, 700))):
+    for axes, heads, lengths in (("qk", (8, 2), (300, 300)), ("k", (4, 1), (700, 200)), ("q", (4, 4), (200, 700)),
+                                 ("bhk", (8, 1), (200, 300)), ("bh", (8, 8), (130, 130))):  # fmt: skip
         hold(attention, "visits", f"bias:{axes}", batch=2, heads=heads, lengths=lengths, dims=(dim, dim))
     shape = (1, 1, 400, 600)
     x = replace(inputs(case("granules", "bias:qk", heads=(2, 2), lengths=shape[2:], dims=(dim, dim))))
