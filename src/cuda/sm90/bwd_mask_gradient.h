@@ -17,8 +17,8 @@ struct BwdMaskArgs {
   uint32_t* turns;    // of each tile, how many parts are done; 0 at the start
   uint32_t* counter;  // units taken, 0 at the start: a unit is one part of one tile
   int32_t tiles, parts;
-  int32_t grad_heads, tiles_m, tiles_n;               // tiles are numbered (batch, head, queries, keys)
-  int32_t batches, heads, blocks_m, blocks_n;         // of the visits of one tile
+  int32_t grad_heads, tiles_m, tiles_n;        // tiles are numbered (batch, head, queries, keys)
+  int32_t batches, heads, blocks_m, blocks_n;  // of the visits of one tile
 };
 
 // The blocks of queries that BwdArgs::stats and the tensor maps are made for are those of the backward kernel (kPieces of

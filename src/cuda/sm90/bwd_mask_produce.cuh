@@ -76,10 +76,14 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       const bool last = walk.left == 0, other_head = last || walk.at.batch != at.batch || walk.at.head != at.head;
       const bool leave_q = other_head || walk.at.m != at.m;
       const bool leave_k = last || walk.at.n != at.n || walk.at.batch != at.batch || walk.at.head / bwd.group != at.head / bwd.group;
-      tell({first | BwdMaskVisit::kAny | (last ? BwdMaskVisit::kLast : 0u) | (leave_q ? BwdMaskVisit::kLeaveQ : 0u) |
-                (leave_k ? BwdMaskVisit::kLeaveK : 0u) | q_ring.stage() * BwdMaskVisit::kStageQ | q_ring.phase() * BwdMaskVisit::kPhaseQ |
-                k_ring.stage() * BwdMaskVisit::kStageK | k_ring.phase() * BwdMaskVisit::kPhaseK | (bwd_mask_edge<Tile>(bwd, at) ? BwdMaskVisit::kEdge : 0u),
-            at.m, at.n, unit});
+      uint32_t flags = first | BwdMaskVisit::kAny;
+      if (last) flags |= BwdMaskVisit::kLast;
+      if (leave_q) flags |= BwdMaskVisit::kLeaveQ;
+      if (leave_k) flags |= BwdMaskVisit::kLeaveK;
+      if (bwd_mask_edge<Tile>(bwd, at)) flags |= BwdMaskVisit::kEdge;
+      flags |= q_ring.stage() * BwdMaskVisit::kStageQ + q_ring.phase() * BwdMaskVisit::kPhaseQ;
+      flags |= k_ring.stage() * BwdMaskVisit::kStageK + k_ring.phase() * BwdMaskVisit::kPhaseK;
+      tell({flags, at.m, at.n, unit});
       // In the order in which consumers wait.
       if (other_q) load_queries(std::true_type(), at);
       if (other_k) load_k(at);
