@@ -3,8 +3,8 @@ without a mask, in one run.
 
     python benchmarks/masks.py [--grid auto] [--only TEXT] [--rounds N] [--out DIR]
 
-Every call of ours is cold: it plans its mask, and the plan counts. FlexAttention is compiled and gets its block mask for
-nothing. TFLOP/s are over the pairs that the mask keeps. Rows "is_causal" and "window" say what a call that states its structure
+Every forward of ours is cold: it plans its mask, and the plan counts; the backward uses that plan again. FlexAttention is
+compiled and gets its block mask for nothing. TFLOP/s are over the pairs that the mask keeps. Rows "is_causal" and "window" say what a call that states its structure
 reaches: ours, and FlashAttention-3 where gpu.fa3_ops finds it. Writes DIR/<date>-<machine>-masks.json. A result is held
 against float64 on sampled rows before it is timed. `--grid auto`: ours and stock alone, over the shapes of the table of "auto".
 """
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import gpu  # noqa: E402
+import torch_flashsdpa  # noqa: E402
 from torch_flashsdpa.bench import measure  # noqa: E402
 
 DOCUMENTS = torch.Generator().manual_seed(5)
@@ -185,6 +186,71 @@ def sampled_error(case, q, k, v, mask, out):
     return worst
 
 
+def run_backward(case, rounds):
+    """The backward alone, dq, dk and dv, of a forward run before; with a bias its gradient too, in rows of their own."""
+    inputs = [torch.randn(case.batch, case.heads, case.seq, case.dim, device="cuda", dtype=case.dtype, requires_grad=True)
+              for _ in range(3)]  # fmt: skip
+    mask, flop = case.make_mask(), 2.5 * case.flop()
+    grad_out = torch.randn_like(inputs[0])
+    rows, calls, exact = [], {}, None
+    for name, (impl, note, call, context) in implementations(case, "masks").items():
+        if name == "fa3" and case.kind != "causal bool":
+            continue
+        for wanted in (inputs, [*inputs, mask.clone().requires_grad_()]) if case.is_bias else (inputs,):
+            notes = [note] * bool(note) + ["with the bias's gradient"] * (len(wanted) == 4)
+            row = {"group": "bias" if case.is_bias else "mask", "case": case.name,
+                   "dtype": str(case.dtype).removeprefix("torch."), "pass": "bwd", "impl": impl}  # fmt: skip
+            row |= {"note": "; ".join(notes)} if notes else {}
+            rows.append(row)
+            try:
+                with context(), torch_flashsdpa.record_dispatch() as seen:
+                    if name == "fa3":
+                        out, lse = gpu.fa3_forward(*(t.detach() for t in inputs), True)
+                        run = functools.partial(gpu.fa3_backward, grad_out, *inputs, out, lse, True)
+                    else:
+                        out = call(case, *inputs, wanted[3] if len(wanted) == 4 else mask)
+                        run = functools.partial(torch.autograd.grad, out, wanted, grad_out, retain_graph=True)
+                    grads = [g.float() for g in run()]
+                if impl == "flashsdpa" and sum(r["count"] for r in seen.rows if r["kind"] == "launch") < 2:
+                    raise RuntimeError("left to stock")
+            except Exception as error:  # noqa: BLE001  a rival without this case is a row without a time
+                row["note"] = "; ".join([f"failed: {str(error).splitlines()[0]}", *notes])
+                continue
+            # Of one head in float64; the others are held against ours by the tests.
+            exact = exact or exact_gradients(case, inputs, mask, grad_out)
+            row["error"] = max(((a[-1, -1] - b).norm() / b.norm()).item() for a, b in zip(grads, exact))
+            if row["error"] > 0.02:
+                row["note"] = "wrong: no time"
+                continue
+            calls[len(rows)] = (run, context, row)
+    times = gpu.interleaved({key: lambda run=run, context=context: in_context(context, run)
+                             for key, (run, context, _) in calls.items()}, rounds)  # fmt: skip
+    for key, (_, _, row) in calls.items():
+        row["ms"] = statistics.median(times[key])
+        row["tflops"] = flop / row["ms"] / 1e9
+    return rows
+
+
+def in_context(context, run):
+    with context():
+        return gpu.elapsed_ms(run, 3)
+
+
+def exact_gradients(case, inputs, mask, grad_out):
+    """dq, dk, dv of the last head of the last batch, in float64, some rows at a time."""
+    q, k, v = (t.detach()[-1, -1].double().requires_grad_() for t in inputs)
+    plane = mask[-1, -1]
+    total = [torch.zeros_like(t) for t in (q, k, v)]
+    for start in range(0, case.seq, 2048):
+        rows = slice(start, start + 2048)
+        scores = q[rows] @ k.T * case.dim**-0.5
+        scores = scores + plane[rows].double() if case.is_bias else scores.masked_fill(~plane[rows], -torch.inf)
+        part = torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v), grad_out[-1, -1, rows].double())
+        for sum_, one in zip(total, part):
+            sum_ += one
+    return [t.float() for t in total]
+
+
 def run_case(case, grid, rounds):
     q, k, v = (torch.randn(case.batch, case.heads, length, case.dim, device="cuda", dtype=case.dtype)
                for length in (case.seq_q, case.seq, case.seq))  # fmt: skip
@@ -239,6 +305,8 @@ def main():
         if options.only not in case.name:
             continue
         rows += run_case(case, options.grid, options.rounds)
+        if options.grid == "masks" and case.dim == 128:
+            rows += run_backward(case, options.rounds)
         path = gpu.write(rows, options.out, "masks" if options.grid == "masks" else "masks-auto")
         new = [row for row in rows if row["case"] == case.name and row["dtype"] == str(case.dtype).removeprefix("torch.")]
         print(f"{case.name:36}" + "  ".join(

@@ -30,6 +30,10 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+# Stock's fused backends beside flash.
+FUSED = {"cpu": (), "cuda": (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)}
+
+
 class GPT(nn.Module):
     """Of bytes: (batch, length) -> (batch, length, 256)."""
 
@@ -67,9 +71,13 @@ def check_gradients(device, dtype, steps=(0, 50, 200), batch=4, length=130, widt
                 ours = gradients(torch_flashsdpa.sdpa_backend("flashsdpa", strict=True))[1]
             launches = sum(row["count"] for row in seen.rows if row["kind"] == "launch")
             assert launches == 2 * layers, seen.rows  # a forward and a backward each
-            for (name, _), a, b, c in zip(model.named_parameters(), ours, flash, math):
+            # One backend's rounding may by chance be math's for one parameter: a bias's gradient is a sum, and on CUDA stock's
+            # own other backends are then 3.5 times as far off.
+            fused = [flash] + [gradients(sdpa_kernel(backend))[1] for backend in FUSED[torch.device(device).type]]
+            for (name, _), a, c, *others in zip(model.named_parameters(), ours, math, *fused):
+                stock = max((b - c).norm() for b in others)
                 floor = 8 * torch.finfo(torch.float32).eps * c.norm()
-                assert (a - c).norm() <= 2 * (b - c).norm() + floor, f"step {step}, {name}"
+                assert (a - c).norm() <= 2 * stock + floor, f"step {step}, {name}"
         for parameter, gradient in zip(model.parameters(), flash):
             parameter.grad = gradient
         optimizer.step()

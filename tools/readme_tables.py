@@ -80,16 +80,20 @@ def cpu_table():
 IMPLEMENTATIONS = ("flashsdpa", "stock", "cudnn", "flash", "efficient", "flex", "fa3")
 
 
-def gpu_table(record):
-    """TFLOP/s of every implementation in the newest record DATE-MACHINE-`record`.json. A note in a row makes a column of its own
-    after those that "ours / best rival" compares: the deterministic backward, a structure stated instead of shown."""
-    path = max(RESULTS.glob(f"*-{record}.json"), default=None)
-    if path is None:
-        return "No run is recorded yet."
-    run = json.loads(path.read_text())
+def newest(record):
+    """The newest record DATE-MACHINE-`record`.json."""
+    return json.loads(max(RESULTS.glob(f"*-{record}.json")).read_text())
+
+
+def gpu_table(record, which="fwd"):
+    """TFLOP/s of every implementation in a record, of one pass. A note in a row makes a column of its own after those that
+    "ours / best rival" compares: a structure stated instead of shown."""
+    run = newest(record)
     cells, noted = {}, {}
     for row in run["rows"]:
-        note = {"deterministic": "deterministic", "the structure as an argument": "told"}.get(row.get("note"))
+        if row["pass"] != which or row.get("note", "").endswith(("deterministic", "with the bias's gradient")):
+            continue
+        note = {"the structure as an argument": "told"}.get(row.get("note"))
         name = f"{row['impl']}, {note}" if note else row["impl"]
         if note:
             noted[name] = None
@@ -107,10 +111,24 @@ def gpu_table(record):
             f"\"ours / best rival\" {min(shares):.2f}, geometric mean {mean:.2f}.")  # fmt: skip
 
 
+def fixed_order_table():
+    """Our backward under torch.use_deterministic_algorithms(True) beside the fast one, TFLOP/s."""
+    run = newest("backward-fixed-order")
+    cells = {}
+    for row in run["rows"]:
+        if row["impl"] == "flashsdpa" and "tflops" in row:
+            cells.setdefault(row["case"], {})[row.get("note")] = row["tflops"]
+    lines = [["case", "fast", "deterministic", "ratio"]]
+    lines += [[case, *(f"{speed[note]:.0f}" for note in (None, "deterministic")), f"{speed['deterministic'] / speed[None]:.2f}"]
+              for case, speed in cells.items()]  # fmt: skip
+    return markdown(lines)
+
+
 def measurements():
     """{name: the Markdown of the table}"""
-    return {"gpu forward": gpu_table("forward"), "gpu backward": gpu_table("backward"), "gpu masks": gpu_table("masks"),
-            "cpu": cpu_table()}  # fmt: skip
+    return {"gpu forward": gpu_table("forward"), "gpu backward": gpu_table("backward", "bwd"),
+            "gpu backward fixed order": fixed_order_table(), "gpu masks": gpu_table("masks"),
+            "gpu masks backward": gpu_table("masks", "bwd"), "cpu": cpu_table()}  # fmt: skip
 
 
 def tables():

@@ -4,7 +4,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
@@ -52,7 +51,10 @@ void launch(const KernelEntry& entry, const at::Device& device, const void* para
 Tensor empty_dense(const std::array<int64_t, 4>& sizes, const Tensor& like, at::ScalarType dtype) {
   const auto strides = dense_strides<int64_t>(sizes, like.strides());
   if (like.is_cpu()) return Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
-  return at::empty_strided(sizes, strides, like.options().dtype(dtype));
+  // Not at::empty_strided, which under deterministic algorithms fills what kernels then write whole.
+  const auto key = c10::computeDispatchKey(dtype, c10::kStrided, like.device());
+  return Tensor(at::detail::empty_strided_generic(sizes, strides, c10::GetAllocator(like.device().type()),
+                                                  c10::DispatchKeySet(key), dtype));
 }
 
 std::array<int64_t, 4> sizes_of(const Tensor& t) { return {t.size(0), t.size(1), t.size(2), t.size(3)}; }

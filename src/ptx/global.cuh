@@ -21,9 +21,6 @@ __device__ inline void add_release(uint32_t* global, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
-// Orders this thread's accesses of global memory before and after, as other blocks see them.
-__device__ inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 // Orders bulk copies of this thread before and after with its ordinary accesses of any memory.
 __device__ inline void fence_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
 

@@ -70,6 +70,9 @@ __device__ inline float load_shared_float(uint32_t shared) {
 __device__ inline void load_shared_floats(uint32_t shared, float& x, float& y) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");
 }
+__device__ inline void load_shared_floats(uint32_t shared, float& x, float& y, float& z, float& w) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x), "=f"(y), "=f"(z), "=f"(w) : "r"(shared) : "memory");
+}
 
 __device__ inline uint2 load_shared_8(uint32_t shared) {
   uint2 pair;

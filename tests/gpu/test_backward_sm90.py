@@ -218,7 +218,7 @@ def test_deterministic(dim, by_mode):
             k, v = normal("fixed k", 2, 4, seq, dim), normal("fixed v", 2, 4, seq, dim)
             run = lambda: gradients(q, k, v, grad_out, is_causal=is_causal, deterministic=not by_mode)  # noqa: E731, B023
             first = run()
-            for turn in range(20):
+            for turn in range(200):
                 if turn % 2:
                     with torch.cuda.stream(other):
                         noise @ noise

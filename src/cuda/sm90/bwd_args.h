@@ -13,6 +13,11 @@ namespace flashsdpa {
 // then four floats, one of which is not 0 if any `high` is not.
 constexpr float kBwdCoarse = 4096.f;
 constexpr int kBwdStats = 3, kBwdFlags = 4;
+// Where a query's float is among those of its block: what a lane needs for 16 columns of a wgmma accumulator, 2 c, 2 c + 1,
+// 2 c + 8 and 2 c + 9, lies together.
+__host__ __device__ constexpr int bwd_stat_place(int query) {
+  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
+}
 
 // dQ is summed in pieces of 64 x 64 floats (the last of a row of pieces may be narrower), each in the order of a wgmma
 // accumulator: four registers of all threads of a warpgroup, then the next four. Pieces of one query block follow
@@ -26,10 +31,9 @@ struct BwdArgs {
   FwdTensor q, k, v, grad_out, dk, dv;        // grad_out goes by TMA always
   const float* stats;    // (batch, heads_q, blocks_m, kBwdStats * kBlockM + kBwdFlags)
   float* dq;             // (batch, heads_q, blocks_m, kBlockM * kDim), see above; zero at the start
-  uint32_t* turns;       // (batch, heads_q, blocks_m, consumers), 0 at the start: whose turn it is to add to dq (bwd_turn); null: any
+  uint32_t* turns;       // (batch, heads_q, blocks_m, adders), 0 at the start: whose turn it is to add to dq (bwd_turn); null: any
   uint32_t* counter;     // tiles taken, 0 at the start
   FwdOrder order;        // of key blocks and heads of k
-  uint32_t rising_from;  // heads of k, counted through batches: from here on first keys come first, before, last keys
   int32_t heads_q, heads_kv, group;  // group: query heads that share a head of k and v
   int32_t seq_q, seq_k, blocks_m;
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits

@@ -186,6 +186,12 @@ __device__ inline int bwd_visit_head(const BwdShared<Tile>& shared, int slot) {
   return int(__shfl_sync(0xffffffffu, ptx::load_shared_4(shared.visit(slot) + 4), 0));
 }
 
+// By one thread.
+template <typename Tile>
+__device__ inline void bwd_hear(const BwdShared<Tile>& shared, int slot, BwdFollow& at) {
+  at.hear(BwdWord<true>{ptx::load_shared_4(shared.visit(slot))}, int(ptx::load_shared_4(shared.visit(slot) + 4)));
+}
+
 // Query block m of one head, counted through all heads and batches.
 template <typename Visit>
 __device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, const Visit& at) {
@@ -193,15 +199,11 @@ __device__ inline int64_t bwd_block(const BwdArgs& args, const FwdWork& work, co
 }
 
 // In a fixed order of additions to dQ, how many key blocks add to query block m before this one. It is the order in which
-// the head's tiles are handed out, so what a tile waits for is never behind it. With falling keys, and a band that moves
-// with the queries, as causal does, the block before is at query block m just one step earlier; with rising keys a tile
-// has to start one step after the one before.
+// the head's tiles are handed out, last keys first, so what a tile waits for is never behind it. Under causal the tile before is at
+// query block m one step and more before this one. Without a band it would be there at the same time: tiles that are
+// handed out together are then those of many heads.
 template <typename Tile>
 __device__ inline uint32_t bwd_turn_of_band(const BwdArgs& args, const FwdWork& work, int m) {
-  if (uint32_t(work.batch * args.heads_kv + work.head) >= args.rising_from) {
-    const int lowest = max(m * Tile::kBlockM + args.band_lo, 0);  // the first key that a query here sees
-    return uint32_t(work.row / Tile::kBlockN - lowest / Tile::kBlockN);
-  }
   const int end_query = min((m + 1) * Tile::kBlockM, args.seq_q);
   const int highest = min(end_query + args.band_hi, args.seq_k) - 1;  // the last key that a query here sees
   return uint32_t(highest / Tile::kBlockN - work.row / Tile::kBlockN);
@@ -215,24 +217,18 @@ __device__ inline uint32_t bwd_turn_of_plan(const BwdArgs& args, const FwdWork& 
   const FwdMask& mask = args.mask;
   const int mine = work.row / Tile::kBlockN, first_query = m * Tile::kBlockM;
   const int end_query = min(first_query + Tile::kBlockM, args.seq_q);
-  const int lowest = max(first_query + args.band_lo, 0) / Tile::kBlockN;
   const int highest = (min(end_query + args.band_hi, args.seq_k) - 1) / Tile::kBlockN;
-  const bool rising = uint32_t(work.batch * args.heads_kv + work.head) >= args.rising_from;
-  if (mask.one_key) {
-    const int before = rising ? mine - 1 : mine + 1;
-    return before < lowest || before > highest ? 0 : uint32_t(before) + 1;
-  }
+  if (mask.one_key) return mine == highest ? 0 : uint32_t(mine) + 2;
   const int32_t* plan = mask.plan + work.batch * mask.plan_batch + head * mask.plan_head;
-  int before = rising ? -1 : highest + 1;
+  int before = highest + 1;
   for (int r = 0; r < kRows; ++r) {
     const int row = mask.queries == 1 ? 0 : m * kRows + r;
     if (row >= mask.rows) break;
     const int32_t* list = plan + plan_row_offset(row, mask.cols);
-    const int count = __ldg(list), behind = entries_before(list + 1, count, (rising ? mine : mine + 1) * kKeys);
-    if (rising && behind > 0) before = max(before, (__ldg(list + behind) >> 2) / kKeys);
-    if (!rising && behind < count) before = min(before, (__ldg(list + 1 + behind) >> 2) / kKeys);
+    const int count = __ldg(list), behind = entries_before(list + 1, count, (mine + 1) * kKeys);
+    if (behind < count) before = min(before, (__ldg(list + 1 + behind) >> 2) / kKeys);
   }
-  return before < lowest || before > highest ? 0 : uint32_t(before) + 1;
+  return before > highest ? 0 : uint32_t(before) + 1;
 }
 
 // The value of BwdArgs::turns at which this tile adds to a query block, and by how much it goes up then.

@@ -166,7 +166,6 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
 #pragma unroll
       for (int i = 0; i < kOwnV; ++i) issue_sum(dv[i], grad_out + box_v(i) * Tile::kQueryBoxBytes, shared.scores(0));
       ptx::wgmma_commit();
-      const auto turn = [&] { return args.turns + bwd_block(args, work, at) * kConsumers + consumer; };
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         ptx::wgmma_fence();
@@ -178,10 +177,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
           ptx::wgmma_wait<1>();
           free_stage(shared.empty_grad_out(grad_out_ring.stage()));
           grad_out_ring.advance();
-          if (args.turns) {
-            if (thread == 0) bwd_wait_turn(turn(), bwd_turn<Tile>(args, work, at));
-            ptx::barrier_sync(int(BwdBarrier::kConsumer) + consumer, ptx::kWarpgroupThreads);
-          }
+          if (args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
         } else {
           ptx::wgmma_wait<0>();
         }
@@ -189,13 +185,12 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
         add_piece(args.dq + bwd_block(args, work, at) * Tile::kDqFloats + box(i) * kBwdPieceFloats);
       }
       if constexpr (kOwn == 1) ptx::wgmma_wait<0>();
+      if (args.turns) {
+        __syncwarp();
+        free_stage(shared.added());
+      }
       free_stage(shared.empty_q(q_ring.stage()));
       q_ring.advance();
-      if (args.turns) {
-        ptx::fence_gpu();
-        ptx::barrier_sync(int(BwdBarrier::kConsumer) + consumer, ptx::kWarpgroupThreads);
-        if (thread == 0) ptx::add_release(turn(), bwd_turn_step<Tile>(work, Tile::kMasked ? bwd_turn<Tile>(args, work, at) : 0));
-      }
     }
 
 #pragma unroll

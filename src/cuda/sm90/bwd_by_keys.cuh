@@ -153,11 +153,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     const auto lay_piece = [&](const Ring<2>& at) {
       ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
-      const uint32_t target = shared.piece(consumer()) + thread * 16;
-#pragma unroll
-      for (int i = 0; i < kPieceColumns / 2; i += 4) {
-        ptx::store_shared_floats(target + i * (ptx::kWarpgroupThreads * 4), dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-      }
+      stage_piece(shared.piece(consumer()), dq, thread);
     };
     const auto begin_scores = [&] {
       ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
@@ -190,14 +186,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     constexpr int kHere = kBlockM / 4;  // of the exponentials; the others are computed while the piece of dQ is laid down
     const auto make_probabilities = [&](const BwdStats<kBlockM>& stats) {
 #pragma unroll
-      for (int i = 0; i < kBlockM / 2; i += 4) {
-        float low, high;
-        ptx::load_shared_floats(stats.shift(score_column(i) + lane_column), low, high);
+      for (int i = 0; i < kBlockM / 2; i += 8) {  // 16 queries, of which the lane has four
+        float shift[4];
+        ptx::load_shared_floats(stats.shift(score_column(i) + lane_column), shift[0], shift[1], shift[2], shift[3]);
 #pragma unroll
-        for (int r = 0; r < 4; r += 2) {
-          s[i + r] = ptx::exp2_fast(fmaf(s[i + r], args.scale_log2, -low));
-          s[i + r + 1] = ptx::exp2_fast(fmaf(s[i + r + 1], args.scale_log2, -high));
-        }
+        for (int r = 0; r < 8; ++r) s[i + r] = ptx::exp2_fast(fmaf(s[i + r], args.scale_log2, -shift[stat_of(r)]));
       }
       ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
     };
@@ -226,23 +219,23 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();
-      constexpr int kEarly = 6;  // of the deltas, read under dP
-      float low[kBlockM / 8], high[kBlockM / 8];
-      const auto load_delta = [&](int j) { ptx::load_shared_floats(stats.delta(8 * j + lane_column), low[j], high[j]); };
+      constexpr int kEarly = 3;  // of the deltas, of 16 queries each, read under dP
+      float delta[kBlockM / 16][4];
+      const auto load_delta = [&](int j) {
+        auto& its = delta[j];
+        ptx::load_shared_floats(stats.delta(16 * j + lane_column), its[0], its[1], its[2], its[3]);
+      };
 #pragma unroll
       for (int j = 0; j < kEarly; ++j) load_delta(j);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
 #pragma unroll
-      for (int j = kEarly; j < kBlockM / 8; ++j) load_delta(j);
+      for (int j = kEarly; j < kBlockM / 16; ++j) load_delta(j);
 #pragma unroll
-      for (int i = 0; i < kBlockM / 2; i += 4) {
-#pragma unroll
-        for (int r = 0; r < 4; r += 2) {
-          p[i / 8][(i + r) % 8 / 2] = ptx::pack<kBFloat16>(s[i + r], s[i + r + 1]);
-          ds[i / 8][(i + r) % 8 / 2] =
-              ptx::pack<kBFloat16>(s[i + r] * (dp[i + r] - low[i / 4]), s[i + r + 1] * (dp[i + r + 1] - high[i / 4]));
-        }
+      for (int i = 0; i < kBlockM / 2; i += 2) {
+        const float* its = &delta[i / 8][stat_of(i % 8)];
+        p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
+        ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
       }
     };
 

@@ -20,7 +20,7 @@ const char* bwd_launch_instance(const BwdArgs& args, uint32_t blocks, int device
 template <int kDim, int kDimV, bool kMasked = false>
 constexpr BwdInstance bwd_make_instance() {
   using Tile = BwdTile<kDim, kDimV, kMasked>;
-  return {Tile::kBlockM, Tile::kBlockN, Tile::kStages, Tile::kConsumers, kDim, Tile::kByKeys,
+  return {Tile::kBlockM, Tile::kBlockN, Tile::kStages, Tile::kAdders, kDim, Tile::kByKeys,
           bwd_launch_instance<DType::kBFloat16, kDim, kDimV, kMasked>,
           bwd_launch_instance<DType::kFloat16, kDim, kDimV, kMasked>};
 }

@@ -9,7 +9,8 @@
 namespace flashsdpa {
 
 struct BwdInstance {
-  int block_m, block_n, stages, consumers;
+  int block_m, block_n, stages;
+  int adders;  // that add to one block of dQ, each to its own part, and so the words of BwdArgs::turns it has
   int dim;       // the class: columns of q and k
   bool by_keys;  // so that dQ is summed as queries x columns; else as columns x queries
   // `blocks` thread blocks of the current device share the tiles. Null, or an error text.

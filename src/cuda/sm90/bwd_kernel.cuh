@@ -1,7 +1,7 @@
 // Backward attention on Hopper: dq, dk and dv from q, k, v, grad_out and the log-sum-exp, for bfloat16 and float16.
 //
-//   warpgroup 0         producer: one warp or two keep the stages of Q and dO, and K and V of the tile, filled; where dQ
-//                       is staged, one warp for each consumer adds it to the sum in global memory
+//   warpgroup 0         producer: one warp or two keep the stages of Q and dO, and K and V of the tile, filled; others see to
+//                       dQ (bwd_turns.cuh)
 //   warpgroups 1..      consumers: bwd_by_keys.cuh up to 128 columns, bwd_by_columns.cuh beyond
 //
 // A tile is kBlockN keys of one head of k and v, against all query blocks that see one of them, of all query heads that
@@ -13,6 +13,7 @@
 #include "bwd_by_columns.cuh"
 #include "bwd_by_keys.cuh"
 #include "bwd_produce.cuh"
+#include "bwd_turns.cuh"
 
 namespace flashsdpa {
 
@@ -34,7 +35,11 @@ __global__ void __launch_bounds__((BwdTile<kDim, kDimV, kMasked>::kThreads), 1)
     ptx::registers_give<Tile::kProducerRegisters>();
     const int loader = thread - (ptx::kWarpgroupThreads - Tile::kLoaders);
     if (loader < 0) {
-      if (const int adder = warp(); adder < Tile::kAdders) bwd_add_pieces(args, shared, adder, thread % ptx::kWarpLanes);
+      if constexpr (Tile::kByKeys) {
+        if (const int adder = warp(); adder < Tile::kAdders) bwd_add_pieces(args, shared, adder, thread % ptx::kWarpLanes);
+      } else if (warp() == 0) {
+        bwd_keep_turns(args, shared, thread % ptx::kWarpLanes);
+      }
     } else if (!(args.q.tma && args.k.tma && args.v.tma)) {
       bwd_load<Tile, false>(args, shared, loader);
     } else if (loader == 0) {

@@ -60,7 +60,7 @@ struct BwdScratch {
     counter = take(kWord);
     stats = take(blocks * (kBwdStats * instance.block_m + kBwdFlags) * kWord);
     dq = take(wants_inputs(b) ? blocks * instance.block_m * instance.dim * kWord : 0);
-    turns = take(b.deterministic && wants_inputs(b) ? blocks * instance.consumers * kWord : 0);
+    turns = take(b.deterministic && wants_inputs(b) ? blocks * instance.adders * kWord : 0);
     grad_out = take(p.batch * p.heads_q * p.seq_q * copy_columns * 2);
     mask = take(b.dmask ? bwd_plan_mask(p, processors).scratch_bytes : 0);
     bytes = end;
@@ -76,17 +76,12 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   order.blocks_m = static_cast<uint32_t>(ceil_div(p.seq_k, instance.block_n));
   order.heads = static_cast<uint32_t>(heads);
   order.longest_first = !equal && !b.deterministic;
+  // Equal tiles: a head's together. But in a fixed order of additions they would wait for each other, those of many heads do not.
+  const bool together = equal && !b.deterministic;
   order.section = static_cast<uint32_t>(
-      equal ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
+      together ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
   order.tiles = order.blocks_m * order.heads;
   return order;
-}
-
-// In a fixed order of additions the last keys come first (see bwd_turn), under causal the shortest tiles. But not in the
-// last heads, as many as give every processor two tiles: what is left for the end should be short.
-uint32_t falling_heads(const FwdOrder& order, int processors) {
-  const auto last = static_cast<uint32_t>(ceil_div(2 * processors, order.blocks_m));
-  return order.heads - std::min(order.heads, last);
 }
 
 const char* encode_all(const BackwardParams& b, const BwdInstance& instance, BwdArgs* args) {
@@ -148,7 +143,6 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.turns = b.deterministic && wants_inputs(b) ? reinterpret_cast<uint32_t*>(at(scratch.turns)) : nullptr;
   args.counter = reinterpret_cast<uint32_t*>(at(scratch.counter));
   args.order = order;
-  args.rising_from = b.deterministic ? falling_heads(order, device.processors) : 0;
   args.heads_q = heads_q;
   args.heads_kv = static_cast<int32_t>(p.heads_kv);
   args.group = static_cast<int32_t>(p.heads_q / p.heads_kv);
@@ -194,7 +188,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.dq = args.dq;
   pre.turns = args.turns;
   pre.counter = args.counter;
-  pre.turns_per_block = instance.consumers;
+  pre.turns_per_block = instance.adders;
   pre.dq_floats = wants_inputs(b) ? instance.block_m * instance.dim : 0;
   pre.heads_q = heads_q;
   pre.seq_q = seq_q;

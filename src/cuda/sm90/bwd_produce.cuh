@@ -1,5 +1,4 @@
-// What the producer warpgroup of the backward kernel does: one warp or two load tiles, one for each consumer adds that
-// consumer's pieces of dQ to those of the other blocks.
+// The warps of the producer warpgroup that load tiles of the backward kernel.
 #pragma once
 
 #include "bwd_blocks.cuh"
@@ -90,61 +89,6 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
       at.advance(args, work);
     }
     claim();
-  }
-}
-
-// One warp: adds what `consumer` has staged to the sum, block by block; in turn, if the order is fixed. The next turn is given
-// once the addition is performed, which is waited for behind the addition to the block after.
-template <typename Tile>
-__device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int lane) {
-  // The second consumer of class 96 has half a box of columns.
-  const uint32_t bytes = consumer == 1 && Tile::kDim == 96 ? Tile::kPieceBytes / 2 : Tile::kPieceBytes;
-  Ring<kTileSlots> tile_ring;
-  uint32_t phase = 0;
-  Ring<Tile::kVisits> told;  // masked: the slots of what the loader told
-  while (true) {
-    const FwdWork work = bwd_take_work(shared, tile_ring);
-    bwd_leave_work(shared, tile_ring, lane);
-    if (work.end()) break;
-    if (lane == 0) {
-      uint32_t* turn_before = nullptr;
-      uint32_t step_before = 0;
-      const auto give_turn = [&](auto pending) {
-        if (!turn_before) return;
-        ptx::tma_store_wait<decltype(pending)::value>();
-        ptx::fence_proxy();
-        ptx::add_release(turn_before, step_before);
-      };
-#pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {
-        ptx::mbarrier_wait(shared.full_piece(consumer), phase);
-        phase ^= 1;
-        if constexpr (Tile::kMasked) {
-          at.hear(BwdWord<true>{ptx::load_shared_4(shared.visit(told.stage()))},
-                  int(ptx::load_shared_4(shared.visit(told.stage()) + 4)));
-          told.advance();
-        }
-        const int64_t block = bwd_block(args, work, at);
-        fwd_delay(FwdPoint::kStore);
-        uint32_t* turn = args.turns + block * Tile::kConsumers + consumer;
-        uint32_t mine = 0;
-        if (args.turns) {
-          mine = bwd_turn<Tile>(args, work, at);
-          bwd_wait_turn(turn, mine);
-          ptx::fence_proxy();
-        }
-        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + consumer * kBwdPieceFloats, shared.piece(consumer), bytes);
-        ptx::tma_store_commit();
-        give_turn(std::integral_constant<int, 1>());
-        turn_before = args.turns ? turn : nullptr;
-        step_before = bwd_turn_step<Tile>(work, mine);
-        ptx::tma_store_wait_read();
-        fwd_delay(FwdPoint::kFree);
-        ptx::mbarrier_arrive(shared.empty_piece(consumer));
-      }
-      give_turn(std::integral_constant<int, 0>());
-    }
-    __syncwarp();  // the other lanes wait here, and not for the next tile
   }
 }
 

@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   const uint16_t* grad_out =
       args.grad_out + at.batch * args.grad_stride[0] + at.head * args.grad_stride[1] + column * args.grad_stride[3];
   bool coarse = false;
+#pragma unroll 4
   for (int first = warp * (ptx::kWarpLanes / lanes); first < args.block_m; first += kThreads / lanes) {
     const int r = first + lane / lanes, row = at.m * args.block_m + r;
     const bool inside = row < args.seq_q;
@@ -131,14 +132,14 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
     const bool high = fabsf(lse) > kBwdCoarse && lse != -kInfinity;
     if (first_lane) {
       if (inside && args.grad_lse) sum -= args.grad_lse[rows_before + row];
-      if (!high) stats[r] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-      stats[args.block_m + r] = lse == -kInfinity ? 0.f : sum;
-      stats[2 * args.block_m + r] = high ? lse : 0.f;
+      if (!high) stats[bwd_stat_place(r)] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+      stats[args.block_m + bwd_stat_place(r)] = lse == -kInfinity ? 0.f : sum;
+      stats[2 * args.block_m + bwd_stat_place(r)] = high ? lse : 0.f;
     }
     for (uint32_t rows = __ballot_sync(0xffffffffu, high); rows != 0; rows &= rows - 1) {
       const int source = __ffs(int(rows)) - 1, its_row = __shfl_sync(0xffffffffu, row, source);
       const float shift = restored_shift<kBFloat16, kMasked>(args, at, its_row, __shfl_sync(0xffffffffu, lse, source), lane);
-      if (lane == source) stats[r] = shift;
+      if (lane == source) stats[bwd_stat_place(r)] = shift;
       coarse = true;
     }
   }

@@ -12,14 +12,17 @@ namespace flashsdpa {
 template <int kBlockM>
 struct BwdStats {
   uint32_t base;
-  __device__ uint32_t shift(int query) const { return base + 4 * query; }
-  __device__ uint32_t delta(int query) const { return base + 4 * (kBlockM + query); }
-  __device__ uint32_t high(int query) const { return base + 4 * (2 * kBlockM + query); }
+  __device__ uint32_t shift(int query) const { return base + 4 * bwd_stat_place(query); }
+  __device__ uint32_t delta(int query) const { return shift(kBlockM + query); }
+  __device__ uint32_t high(int query) const { return shift(2 * kBlockM + query); }
   // A flag of this lane for any_coarse, read before it is needed.
   __device__ float coarse(int lane) const {
     return ptx::load_shared_float(base + 4 * (kBwdStats * kBlockM + lane % kBwdFlags));
   }
 };
+// Which of a lane's four stats of 16 columns is that of accumulator i < 8 of these.
+__device__ constexpr int stat_of(int i) { return i / 4 * 2 + i % 2; }
+
 // Whether any row of the block has a log-sum-exp that must be taken off before anything else; for the whole warp.
 __device__ inline bool any_coarse(float flag) { return __any_sync(0xffffffffu, flag != 0.f); }
 

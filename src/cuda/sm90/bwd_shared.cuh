@@ -10,7 +10,7 @@
 namespace flashsdpa {
 
 // Named barriers beside the producers' (FwdBarrier::kProducer, which load_tile uses).
-enum class BwdBarrier : int { kConsumers = 2, kConsumer = 3 /* + consumer */, kOrder = 6 /* + consumer */ };
+enum class BwdBarrier : int { kConsumers = 2, kOrder = 3 /* + consumer */ };
 
 template <typename Tile>
 struct BwdShared {
@@ -39,14 +39,18 @@ struct BwdShared {
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
   __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
-  __device__ uint32_t full_piece(int consumer) const { return barrier(kScores + 4 + consumer); }
-  __device__ uint32_t empty_piece(int consumer) const { return barrier(kScores + 4 + Tile::kAdders + consumer); }
+  // By keys: what an adder adds at once is there; is read.
+  __device__ uint32_t full_piece(int adder) const { return barrier(kScores + 4 + adder); }
+  __device__ uint32_t empty_piece(int adder) const { return barrier(kScores + 6 + adder); }
+  // By columns, in a fixed order: this block's turn has come; all consumers have added to it.
+  __device__ uint32_t turn() const { return barrier(kScores + 4); }
+  __device__ uint32_t added() const { return barrier(kScores + 5); }
   __device__ uint32_t full_tile(int slot) const { return barrier(kTiles + slot); }
   __device__ uint32_t empty_tile(int slot) const { return barrier(kTiles + kTileSlots + slot); }
 
  private:
   static constexpr int kGradOut = 3 + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
-  static constexpr int kTiles = kScores + 4 + 2 * Tile::kAdders;
+  static constexpr int kTiles = kScores + 8;
   static_assert(kTiles + 2 * kTileSlots == Tile::kBarriers);
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
@@ -69,9 +73,14 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.full_scores(b), kConsumerWarps);
     ptx::mbarrier_init(shared.empty_scores(b), kConsumerWarps);
   }
-  for (int a = 0; a < Tile::kAdders; ++a) {
-    ptx::mbarrier_init(shared.full_piece(a), kWarpsPerGroup);
-    ptx::mbarrier_init(shared.empty_piece(a), 1);
+  if constexpr (Tile::kByKeys) {
+    for (int a = 0; a < Tile::kAdders; ++a) {
+      ptx::mbarrier_init(shared.full_piece(a), kWarpsPerGroup);
+      ptx::mbarrier_init(shared.empty_piece(a), 1);
+    }
+  } else {
+    ptx::mbarrier_init(shared.turn(), 1);
+    ptx::mbarrier_init(shared.added(), kConsumerWarps);
   }
   for (int slot = 0; slot < kTileSlots; ++slot) {
     ptx::mbarrier_init(shared.full_tile(slot), 1);
@@ -87,8 +96,8 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   if (tile >= args.order.tiles) return {-1, 0, 0, 0, 0};
   const TilePlace place = place_of(args.order, tile);
   FwdWork work;
-  const bool rising = place.head >= args.rising_from;
-  work.row = int(rising ? args.order.blocks_m - 1 - place.block : place.block) * Tile::kBlockN;
+  // First keys first, under causal the longest tiles; in a fixed order of additions, last keys first (bwd_turn).
+  work.row = int(args.turns ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
   work.batch = int(place.head / args.heads_kv);
   work.head = int(place.head % args.heads_kv);
   const int end_key = min(work.row + Tile::kBlockN, args.seq_k);

@@ -1,4 +1,5 @@
-// The last step of a tile: dK and dV of its keys, scaled and rounded, through shared memory to global memory.
+// Accumulators on their way to global memory, through shared memory: pieces of dQ, and, the last step of a tile, dK and dV of its
+// keys, scaled and rounded.
 #pragma once
 
 #include "../../ptx/arithmetic.cuh"
@@ -11,6 +12,16 @@ namespace flashsdpa {
 struct BwdOrigin {
   int row, head, batch;
 };
+
+// A piece of dQ, in the order of the sum: four registers of all threads, then the next four.
+template <int kCount>
+__device__ inline void stage_piece(uint32_t piece, const float (&values)[kCount], int thread) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    ptx::store_shared_floats(piece + i * (ptx::kWarpgroupThreads * 4) + thread * 16, values[i], values[i + 1], values[i + 2],
+                             values[i + 3]);
+  }
+}
 
 // 64 keys from `row` on of a tile of kRows: an accumulator of keys x columns.
 template <int kRows, bool kBFloat16, int kCount>

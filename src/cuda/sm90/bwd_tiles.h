@@ -40,10 +40,11 @@ struct BwdTile {
   static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask;
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
-  // The last two warps of the producer warpgroup load; where dQ is staged, each of the others adds one consumer's.
+  // The last two warps of the producer warpgroup load. The others see to dQ: by keys each adds one consumer's; by columns,
+  // where consumers add their own, one keeps the turns of a fixed order.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
   static constexpr int kLoaders = 64;
-  static constexpr int kAdders = kByKeys ? kConsumers : 0;  // warps
+  static constexpr int kAdders = kByKeys ? kConsumers : 1;  // warps
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
   // What the block has at launch, in steps of 8 a thread; a role that asks for more waits for ever.
@@ -60,7 +61,7 @@ struct BwdTile {
   // One buffer of P or dS: boxes of kBlockN keys x 64 queries (by keys), or of kBlockM queries x 64 keys.
   static constexpr int kScoreBytes =
       kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
-  // One consumer's share of dQ on its way to the adders.
+  // By keys, one consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
@@ -72,7 +73,7 @@ struct BwdTile {
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
-  static constexpr int kStatsOffset = kPieceOffset + kAdders * kPieceBytes;
+  static constexpr int kStatsOffset = kPieceOffset + (kByKeys ? kConsumers * kPieceBytes : 0);
   static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
   static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
   static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);
@@ -84,7 +85,7 @@ struct BwdTile {
   static constexpr int kValuesBytes = kMasked ? kBwdMaskRows * kBwdMaskColumns * int(sizeof(float)) : 0;  // of one warp
   static constexpr int kValuesOffset = kVisitOffset + kVisits * 8;
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
-  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 2 * kAdders + 2 * kTileSlots;
+  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 4 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);

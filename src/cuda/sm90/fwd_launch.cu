@@ -54,8 +54,8 @@ FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
   FwdOrder order{};
   order.blocks_m = static_cast<uint32_t>(plan.blocks_m);
   order.heads = static_cast<uint32_t>(heads);
-  order.longest_first = !p.band.open();
-  order.section = static_cast<uint32_t>(std::min(heads, order.longest_first ? section : group));
+  order.longest_first = !p.band.open();  // of a mask nothing is known here: last rows first, in sections
+  order.section = static_cast<uint32_t>(std::min(heads, fwd_equal_tiles(p) ? group : section));
   order.tiles = static_cast<uint32_t>(plan.tiles * plan.splits);
   return order;
 }

@@ -15,7 +15,6 @@ inline uint32_t load_acquire(const uint32_t* global) {
   return *global;
 }
 inline void add_release(uint32_t* global, uint32_t value) { *global += value; }
-inline void fence_gpu() {}
 inline void fence_proxy() { emulation::fence_proxy(); }
 
 }  // namespace flashsdpa::ptx

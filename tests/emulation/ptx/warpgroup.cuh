@@ -48,6 +48,11 @@ inline void load_shared_floats(uint32_t shared, float& x, float& y) {
   x = load_shared_float(shared);
   y = load_shared_float(shared + 4);
 }
+inline void load_shared_floats(uint32_t shared, float& x, float& y, float& z, float& w) {
+  if (shared % 16) emulation::fail("a load at a misaligned shared memory address");
+  load_shared_floats(shared, x, y);
+  load_shared_floats(shared + 8, z, w);
+}
 
 inline void stmatrix_x4(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   const uint32_t words[4] = {r0, r1, r2, r3};
