@@ -4,9 +4,10 @@ without a mask, in one run.
     python benchmarks/masks.py [--grid auto] [--only TEXT] [--rounds N] [--out DIR]
 
 Every forward of ours is cold: it plans its mask, and the plan counts; the backward uses that plan again. FlexAttention is
-compiled and gets its block mask for nothing. TFLOP/s are over the pairs that the mask keeps. Rows "is_causal" and "window" say what a call that states its structure
-reaches: ours, and FlashAttention-3 where gpu.fa3_ops finds it. Writes DIR/<date>-<machine>-masks.json. A result is held
-against float64 on sampled rows before it is timed. `--grid auto`: ours and stock alone, over the shapes of the table of "auto".
+compiled and gets its block mask for nothing. TFLOP/s are over the pairs that the mask keeps. Rows "is_causal" and "window"
+say what a call that states its structure reaches: ours, and FlashAttention-3 where gpu.fa3_ops finds it. Writes
+DIR/<date>-<machine>-masks.json. A result is held against float64 before it is timed. `--grid auto`: ours and stock alone, forward
+and training step, over the shapes of the table of "auto".
 """
 
 import argparse
@@ -94,6 +95,10 @@ class Case:
             return torch.randn(1, heads, self.seq_q, self.seq, device="cuda", dtype=self.dtype)
         keep = self.keep(0, 0, rows, cols).expand(self.seq_q, self.seq)
         return keep.expand(self.batch, 1, self.seq_q, self.seq).contiguous()
+
+    def shape(self):
+        """The cell of the table of "auto"."""
+        return {"kind": "bias" if self.is_bias else "mask", "dim": self.dim, "seq_q": self.seq_q, "seq_k": self.seq}
 
     def flop(self):
         pairs = self.seq_q * self.seq if self.is_bias else int(self.make_mask()[0, 0].sum())
@@ -236,6 +241,33 @@ def in_context(context, run):
         return gpu.elapsed_ms(run, 3)
 
 
+def run_training(case, rounds):
+    """Forward, its plan counted, and backward in one time, ours and stock's, for the table of "auto"."""
+    inputs = [torch.randn(case.batch, case.heads, length, case.dim, device="cuda", dtype=case.dtype, requires_grad=True)
+              for length in (case.seq_q, case.seq, case.seq)]  # fmt: skip
+    mask, grad_out = case.make_mask(), torch.randn_like(inputs[0])
+    rows, calls, grads = [], {}, {}
+    for name, (impl, _, call, context) in implementations(case, "auto").items():
+        rows.append({"group": "bias" if case.is_bias else "mask", "case": case.name,
+                     "dtype": str(case.dtype).removeprefix("torch."), "pass": "fwd+bwd", "impl": impl})  # fmt: skip
+        run = lambda call=call: torch.autograd.grad(call(case, *inputs, mask), inputs, grad_out)  # noqa: E731
+        with context():
+            grads[name] = [g.float() for g in run()]
+        calls[name] = functools.partial(in_context, context, run)
+    ours = rows[0]
+    ours["error"] = max(((a - b).norm() / b.norm()).item() for a, b in zip(grads["flashsdpa"], grads["stock"]))
+    if ours["error"] > 0.02:
+        ours["note"] = "failed: not stock's gradients"
+        return rows
+    times = gpu.interleaved(calls, rounds)
+    for row, name in zip(rows, calls):
+        row["ms"] = statistics.median(times[name])
+        row["tflops"] = 3.5 * case.flop() / row["ms"] / 1e9
+    ratio, bound = measure.ratio_with_bound(times)
+    ours |= {"ratio": ratio, "ratio_lower_95": bound, "isa": "sm90", "section": "auto", "shape": case.shape()}
+    return rows
+
+
 def exact_gradients(case, inputs, mask, grad_out):
     """dq, dk, dv of the last head of the last batch, in float64, some rows at a time."""
     q, k, v = (t.detach()[-1, -1].double().requires_grad_() for t in inputs)
@@ -288,8 +320,7 @@ def run_case(case, grid, rounds):
         row["ms"] = statistics.median(times[name])
         row["tflops"] = flop / row["ms"] / 1e9
     ratio, bound = measure.ratio_with_bound(times)
-    ours |= {"ratio": ratio, "ratio_lower_95": bound, "isa": "sm90", "section": grid,
-             "shape": {"kind": "bias" if case.is_bias else "mask", "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq}}  # fmt: skip
+    ours |= {"ratio": ratio, "ratio_lower_95": bound, "isa": "sm90", "section": grid, "shape": case.shape()}
     return rows
 
 
@@ -307,6 +338,8 @@ def main():
         rows += run_case(case, options.grid, options.rounds)
         if options.grid == "masks" and case.dim == 128:
             rows += run_backward(case, options.rounds)
+        if options.grid == "auto" and case.seq_q >= 64:  # nobody trains on few queries
+            rows += run_training(case, options.rounds)
         path = gpu.write(rows, options.out, "masks" if options.grid == "masks" else "masks-auto")
         new = [row for row in rows if row["case"] == case.name and row["dtype"] == str(case.dtype).removeprefix("torch.")]
         print(f"{case.name:36}" + "  ".join(
