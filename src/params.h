@@ -92,7 +92,7 @@ struct BackwardParams {
   ConstView q, k, v, out;
   const void* lse;
   View dq, dk, dv;  // the layout of q, k, v; last stride 1; all three null, or all three given
-  void* dmask;      // accumulation type (float32, float64), contiguous, mask.size, zeroed; null: not wanted
+  void* dmask;      // contiguous, mask.size; CPU: accumulation type (float32, float64), zeroed; CUDA: mask.dtype, any content; null: not wanted
   bool deterministic = false;  // the same call gives the same bits; CPU kernels always do
   void* scratch = nullptr;     // CUDA: KernelEntry::scratch_bytes of it, aligned to 256, any content
 };

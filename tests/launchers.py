@@ -72,23 +72,24 @@ class Launchers:
             raise RuntimeError(error.decode())
 
     def backward(self, grad_out, q, k, v, out, lse, dq, dk, dv, grad_lse=None, band=(-OPEN, OPEN), scale=None,
-                 deterministic=False, stream=None, mask=None, mask_plan=None):
-        """grad_out and out (B, Hq, Sq, Dv), lse and grad_lse (B, Hq, Sq) into dq, dk, dv; a mask as in forward. Returns the scratch memory used,
-        which starts as NaN."""
+                 deterministic=False, stream=None, mask=None, mask_plan=None, grad_mask=None):
+        """grad_out and out (B, Hq, Sq, Dv), lse and grad_lse (B, Hq, Sq) into dq, dk, dv, all of them or None; a mask as in forward,
+        whose gradient goes into grad_mask. Returns the scratch memory used, which starts as NaN."""
         call = self.library.backward
         call.restype = ctypes.c_char_p
-        call.argtypes = ([ctypes.c_void_p] * 7 + [ctypes.c_int] + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_double, ctypes.c_int]
+        call.argtypes = ([ctypes.c_void_p] * 7 + [ctypes.c_int] + [ctypes.c_void_p] * 3 + [ctypes.c_int, ctypes.c_double, ctypes.c_int]
                          + [ctypes.c_void_p] * 3)
         tensors = (grad_out, q, k, v, out, dq, dk, dv)
-        strides = (ctypes.c_int64 * 32)(*(t.stride(axis) if t.size(3) > 1 or axis < 3 else 1 for t in tensors for axis in range(4)))
-        pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in tensors))
+        strides = (ctypes.c_int64 * 32)(*(0 if t is None else t.stride(axis) if t.size(3) > 1 or axis < 3 else 1
+                                          for t in tensors for axis in range(4)))  # fmt: skip
+        pointers = (ctypes.c_void_p * 8)(*(t.data_ptr() if t is not None else None for t in tensors))
         sizes = (ctypes.c_int64 * 7)(q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3))
         limits, needed = (ctypes.c_int64 * 2)(*band), ctypes.c_int64(0)
 
         def run(scratch):
             error = call(pointers, strides, lse.data_ptr(), grad_lse.data_ptr() if grad_lse is not None else None, sizes,
-                         limits, *_mask_arguments(mask, mask_plan), q.dtype == torch.bfloat16,
-                         q.size(3) ** -0.5 if scale is None else scale, deterministic,
+                         limits, *_mask_arguments(mask, mask_plan), grad_mask.data_ptr() if grad_mask is not None else None,
+                         q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, deterministic,
                          scratch, ctypes.byref(needed), stream)  # fmt: skip
             if error is not None:
                 raise RuntimeError(error.decode())

@@ -59,15 +59,17 @@ def attention(emulator, request):
 
         @staticmethod
         def backward(ctx, grad_out, grad_lse):
+            *want_inputs, want_mask = ctx.needs_input_grad[:4]
             q, k, v, out, lse, mask, plan = ctx.saved_tensors
             band, scale, deterministic, odd = ctx.options
             if grad_out is None:
                 grad_out = torch.zeros(1, 1, 1, 1, dtype=q.dtype).expand_as(out)
-            grads = [poisoned(t, odd=odd) for t in (q, k, v)]
+            grads = [poisoned(t, odd=odd) if any(want_inputs) else None for t in (q, k, v)]
+            grad_mask = torch.full(mask.shape, float("nan"), dtype=mask.dtype) if want_mask else None
             shuffle(3 if deterministic else 0)  # the order is fixed for a number of processors
             run.scratch = emulator.backward(grad_out, q, k, v, out, lse, *grads, grad_lse, band, scale, deterministic,
-                                            mask=mask, mask_plan=plan)  # fmt: skip
-            return (*grads, *[None] * 6)
+                                            mask=mask, mask_plan=plan, grad_mask=grad_mask)  # fmt: skip
+            return (*grads, grad_mask, *[None] * 5)
 
     def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, deterministic=False, odd=False, **band):
         if attn_mask is not None and mask_plan is None:
@@ -79,11 +81,11 @@ def attention(emulator, request):
 
 def runner(attention, **options):
     def run(x, call):
-        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-        out, lse = attention(*leaves, x.mask, **call.op_arguments(), **options)
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, *[x.mask] * x.mask_grad)]
+        out, lse = attention(*leaves[:3], leaves[3] if x.mask_grad else x.mask, **call.op_arguments(), **options)
         pairs = [(o, c) for o, c in ((out, x.grad_out), (lse, x.grad_lse)) if c is not None]
         grads = torch.autograd.grad([o for o, _ in pairs], leaves, [c for _, c in pairs])
-        return Result(out.detach(), lse.detach(), dict(zip(("dq", "dk", "dv"), grads)))
+        return Result(out.detach(), lse.detach(), dict(zip(x.names(), grads)))
 
     return run
 

@@ -274,7 +274,12 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
   };
   Tensor dq, dk, dv, dmask;
   if (want_inputs) dq = gradient(query), dk = gradient(key), dv = gradient(value);
-  if (want_mask) dmask = at::zeros(attn_mask->sizes(), query.options().dtype(accumulation));
+  if (want_mask && query.is_cpu()) {
+    dmask = at::zeros(attn_mask->sizes(), query.options().dtype(accumulation));  // kernels add to it
+  } else if (want_mask) {
+    dmask = at::empty(attn_mask->sizes(), attn_mask->options().memory_format(at::MemoryFormat::Contiguous));
+    if (nothing_flows) dmask.zero_();
+  }
   if (nothing_flows) {
     if (want_inputs) dq.zero_(), dk.zero_(), dv.zero_();
   } else if (want_inputs || want_mask) {

@@ -1,5 +1,5 @@
 // The backward launcher with flat arguments, for tests that build it without torch. `tensors`: grad_out, q, k, v, out,
-// dq, dk, dv, with four strides each in `strides`. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`:
+// dq, dk, dv (all null: not wanted), with four strides each in `strides`. `grad_mask`: or null. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`:
 // lo, hi. `mask_layout`: see mask_shim.h. With `scratch` null, returns the bytes that it needs in *scratch_bytes.
 #include "src/cuda/launchers.h"
 #include "tests/gpu/mask_shim.h"
@@ -8,7 +8,7 @@ using namespace flashsdpa;
 
 extern "C" __attribute__((visibility("default"))) const char* backward(
     void* const* tensors, const int64_t* strides, const void* lse, const void* grad_lse, const int64_t* sizes,
-    const int64_t* band, const void* mask, int mask_dtype, const int64_t* mask_layout, const int32_t* mask_plan, int bfloat16, double scale, int deterministic, void* scratch, int64_t* scratch_bytes, void* stream) {
+    const int64_t* band, const void* mask, int mask_dtype, const int64_t* mask_layout, const int32_t* mask_plan, void* grad_mask, int bfloat16, double scale, int deterministic, void* scratch, int64_t* scratch_bytes, void* stream) {
   BackwardParams b{};
   b.problem.batch = sizes[0];
   b.problem.heads_q = sizes[1];
@@ -31,6 +31,7 @@ extern "C" __attribute__((visibility("default"))) const char* backward(
   for (int i = 0; i < 3; ++i) fill(gradients[i], 5 + i);
   b.lse = lse;
   b.grad_lse = grad_lse;
+  b.dmask = grad_mask;
   b.deterministic = deterministic;
   b.scratch = scratch;
   if (!scratch) {

@@ -401,10 +401,3 @@ def test_compiled():
             call(*leaves, is_causal=True).backward(x.grad_out)
         results.append([t.grad for t in leaves])
     assert all((a - b).abs().max() <= 2**-7 * b.abs().max() for a, b in zip(*results))
-
-
-def test_masks_that_need_a_gradient_are_refused_with_a_reason():
-    x = inputs(Case("refused", 1, (2, 2), (70, 70), (64, 64), torch.bfloat16), "cuda")
-    bias = torch.zeros(70, 70, dtype=torch.bfloat16, requires_grad=True)
-    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True), pytest.raises(RuntimeError, match="attn_mask"):
-        F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)

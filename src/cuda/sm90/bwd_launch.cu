@@ -6,6 +6,7 @@
 #include "../common/status.h"
 #include "../launchers.h"
 #include "bwd_instances.h"
+#include "bwd_mask_gradient.h"
 #include "tensors.h"
 
 namespace flashsdpa {
@@ -23,6 +24,8 @@ const BwdInstance& pick_instance(const Problem& p) {
   return kBwdD256;
 }
 
+bool wants_inputs(const BackwardParams& b) { return b.dq.data || b.dv.data; }  // dq is null too where dim is 0
+
 struct BwdSizes {
   TensorSizes q, k, v, out;
   explicit BwdSizes(const Problem& p)
@@ -36,13 +39,13 @@ bool reads_grad_out_in_place(const BackwardParams& b) {
   return b.grad_out.stride[3] == 1 && reach(b.grad_out.data, b.grad_out.stride, BwdSizes(b.problem).out).tma;
 }
 
-// Offsets in bytes, multiples of 256. All of it is linear in the length of the queries.
+// Offsets in bytes, multiples of 256. All of it is linear in the length of the queries, but for what the mask's gradient needs.
 struct BwdScratch {
-  int64_t counter, stats, dq, turns, grad_out, bytes;
+  int64_t counter, stats, dq, turns, grad_out, mask, bytes;
   int64_t blocks_m, blocks;  // of queries: of a head, of all
   int64_t copy_columns = 0;  // of grad_out; 0: not copied
 
-  BwdScratch(const BackwardParams& b, const BwdInstance& instance) {
+  BwdScratch(const BackwardParams& b, const BwdInstance& instance, int processors) {
     const Problem& p = b.problem;
     constexpr int64_t kAlign = 256, kWord = 4;
     int64_t end = 0;
@@ -56,9 +59,10 @@ struct BwdScratch {
     if (!reads_grad_out_in_place(b)) copy_columns = ceil_div(p.dim_v, 8) * 8;  // rows of a multiple of 16 bytes
     counter = take(kWord);
     stats = take(blocks * (kBwdStats * instance.block_m + kBwdFlags) * kWord);
-    dq = take(blocks * instance.block_m * instance.dim * kWord);
-    turns = take(b.deterministic ? blocks * instance.adders * kWord : 0);
+    dq = take(wants_inputs(b) ? blocks * instance.block_m * instance.dim * kWord : 0);
+    turns = take(b.deterministic && wants_inputs(b) ? blocks * instance.adders * kWord : 0);
     grad_out = take(p.batch * p.heads_q * p.seq_q * copy_columns * 2);
+    mask = take(b.dmask ? bwd_plan_mask(p, processors).scratch_bytes : 0);
     bytes = end;
   }
 };
@@ -92,6 +96,7 @@ const char* encode_all(const BackwardParams& b, const BwdInstance& instance, Bwd
   if (!error) error = encode(args->grad_out, size.out, p.dtype, instance.block_m, &args->map_grad_out);
   if (!error) error = encode(args->k, size.k, p.dtype, instance.block_n, &args->map_k);
   if (!error) error = encode(args->v, size.v, p.dtype, instance.block_n, &args->map_v);
+  if (!wants_inputs(b)) return error;
   if (!error) error = encode(args->dk, size.k, p.dtype, instance.block_n, &args->map_dk);
   if (!error) error = encode(args->dv, size.v, p.dtype, instance.block_n, &args->map_dv);
   return error;
@@ -101,7 +106,9 @@ const char* encode_all(const BackwardParams& b, const BwdInstance& instance, Bwd
 
 int64_t scratch_backward_sm90(const void* params) {
   const BackwardParams& b = *static_cast<const BackwardParams*>(params);
-  return BwdScratch(b, pick_instance(b.problem)).bytes;
+  CurrentDevice device;
+  if (find_sm90_device(&device)) device.processors = 0;  // the launch will say why not
+  return BwdScratch(b, pick_instance(b.problem), device.processors).bytes;
 }
 
 const char* launch_backward_sm90(const void* params, const Launch& launch) {
@@ -112,7 +119,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   if (const char* reason = find_sm90_device(&device)) return reason;
   if (const char* reason = refuse_problem(p)) return reason;
   const BwdInstance& instance = pick_instance(p);
-  const BwdScratch scratch(b, instance);
+  const BwdScratch scratch(b, instance, device.processors);
   const FwdOrder order = make_order(b, instance);
   if (scratch.blocks > INT32_MAX || ceil_div(p.seq_k, instance.block_n) * p.batch * p.heads_kv > INT32_MAX)
     return "this kernel takes up to 2^31 tiles; split the batch";
@@ -133,7 +140,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   if (error) return error;
   args.stats = reinterpret_cast<float*>(at(scratch.stats));
   args.dq = reinterpret_cast<float*>(at(scratch.dq));
-  args.turns = b.deterministic ? reinterpret_cast<uint32_t*>(at(scratch.turns)) : nullptr;
+  args.turns = b.deterministic && wants_inputs(b) ? reinterpret_cast<uint32_t*>(at(scratch.turns)) : nullptr;
   args.counter = reinterpret_cast<uint32_t*>(at(scratch.counter));
   args.order = order;
   args.heads_q = heads_q;
@@ -182,7 +189,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.turns = args.turns;
   pre.counter = args.counter;
   pre.turns_per_block = instance.adders;
-  pre.dq_floats = instance.block_m * instance.dim;
+  pre.dq_floats = wants_inputs(b) ? instance.block_m * instance.dim : 0;
   pre.heads_q = heads_q;
   pre.seq_q = seq_q;
   pre.blocks_m = blocks_m;
@@ -190,6 +197,11 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.dim_v = static_cast<int32_t>(p.dim_v);
   pre.mask = args.mask;
   if ((error = bwd_launch_pre(pre, p.dtype, blocks, stream))) return error;
+  if (b.dmask) {
+    error = bwd_launch_mask(b, bwd_plan_mask(p, device.processors), args, at(scratch.mask), device.number, device.processors, stream);
+    if (error) return error;
+  }
+  if (!wants_inputs(b)) return nullptr;
 
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
   if ((error = run(args, std::min(order.tiles, static_cast<uint32_t>(device.processors)), device.number, stream))) return error;
