@@ -65,18 +65,21 @@ struct BwdTile {
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
-  // Shared memory, from a base aligned to 1024 bytes. By keys: two buffers of dS, then dQ, and when a tile is done dV and
-  // dK take their place. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
+  // Shared memory, from a base aligned to 1024 bytes. By keys: two buffers of dS, then dQ; when a tile is done dK takes the place of
+  // dS, and dV has its own, so that neither waits for the last dQ to be added. With a mask there is no room for that, and dV
+  // and dK take the place of dS and dQ. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKOffset + kKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
-  static constexpr int kStatsOffset = kPieceOffset + (kByKeys ? kConsumers * kPieceBytes : 0);
-  static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
-  static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
-  static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);
+  static constexpr int kPiecesEnd = kPieceOffset + (kByKeys ? kConsumers * kPieceBytes : 0);
+  static constexpr bool kDvApart = kByKeys && !kMasked;
+  static constexpr int kStatsOffset = kPiecesEnd + (kDvApart ? kVBytes : 0);
+  static constexpr int kDvOffset = kDvApart ? kPiecesEnd : kByKeys ? kScoreOffset : kVOffset;
+  static constexpr int kDkOffset = kDvApart ? kScoreOffset : kByKeys ? kScoreOffset + kVBytes : kKOffset;
+  static_assert(!kByKeys || kDkOffset + kKBytes <= (kDvApart ? kPieceOffset : kPiecesEnd));
   static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdFlags, kStatsBytes = kStatsFloats * int(sizeof(float));
   // A slot for each stage: see bwd_visit_word. Of a mask, more of them: the adders read them too, behind the consumers. What
   // an adder reads is at most four blocks behind what the loader writes.
