@@ -21,18 +21,18 @@ struct BwdChoice {
 };
 
 // Masked tiles are whole granules of 64 x 64; a key block of one granule fits two consumers of 32 keys.
-constexpr BwdChoice bwd_choice(int dim, bool masked) {
+constexpr BwdChoice bwd_choice(int dim, int dim_v, bool masked) {
   if (masked && dim > 128) return {.block_m = 64, .block_n = 64, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 64) return {.block_m = 128, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 128) return {.block_m = 64, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
-  if (dim <= 192) return {.block_m = 64, .block_n = 96, .consumers = 3, .stages = 2, .stages_grad_out = 2};
+  if (dim <= 192) return {.block_m = 64, .block_n = 96, .consumers = 3, .stages = 2, .stages_grad_out = dim_v <= 128 ? 2 : 1};
   return {.block_m = 64, .block_n = 80, .consumers = 2, .stages = 2, .stages_grad_out = 1};
 }
 
 // kWithMask: blocks of queries come from a mask plan (bwd_blocks.cuh).
 template <int kDimClass, int kDimVClass, bool kWithMask = false>
 struct BwdTile {
-  static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kWithMask);
+  static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kDimVClass, kWithMask);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kBlockM = kChoice.block_m, kBlockN = kChoice.block_n;
   static constexpr int kConsumers = kChoice.consumers;
@@ -40,11 +40,12 @@ struct BwdTile {
   static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask;
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
-  // The last two warps of the producer warpgroup load. The others see to dQ: by keys each adds one consumer's; by columns,
-  // where consumers add their own, one keeps the turns of a fixed order.
+  // The last two warps of the producer warpgroup load. The others see to dQ: each adds one consumer's; or, where there is
+  // no room to stage it and consumers add their own, one keeps the turns of a fixed order.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
-  static constexpr int kLoaders = 64;
-  static constexpr int kAdders = kByKeys ? kConsumers : 1;  // warps
+  static constexpr bool kStaged = kByKeys || kConsumers == 3;
+  static constexpr int kAdders = kStaged ? kConsumers : 1;  // warps
+  static constexpr int kLoaders = (kWarpsPerGroup - (kAdders > 2 ? kAdders : 2)) * ptx::kWarpLanes;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
   // What the block has at launch, in steps of 8 a thread; a role that asks for more waits for ever.
@@ -61,7 +62,7 @@ struct BwdTile {
   // One buffer of P or dS: boxes of kBlockN keys x 64 queries (by keys), or of kBlockM queries x 64 keys.
   static constexpr int kScoreBytes =
       kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
-  // By keys, one consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
+  // One consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
@@ -74,7 +75,7 @@ struct BwdTile {
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
-  static constexpr int kPiecesEnd = kPieceOffset + (kByKeys ? kConsumers * kPieceBytes : 0);
+  static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
   static constexpr bool kDvApart = kByKeys && !kMasked;
   static constexpr int kStatsOffset = kPiecesEnd + (kDvApart ? kVBytes : 0);
   static constexpr int kDvOffset = kDvApart ? kPiecesEnd : kByKeys ? kScoreOffset : kVOffset;
@@ -88,7 +89,7 @@ struct BwdTile {
   static constexpr int kValuesBytes = kMasked ? kBwdMaskRows * kBwdMaskColumns * int(sizeof(float)) : 0;  // of one warp
   static constexpr int kValuesOffset = kVisitOffset + kVisits * 8;
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
-  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 4 + 2 * kTileSlots;
+  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 6 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);
