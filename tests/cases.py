@@ -41,6 +41,22 @@ def _padding(g, shape, dtype):
     return (torch.arange(shape[3]) < lengths).expand(shape).clone()
 
 
+def _padding_left(g, shape, dtype):
+    pads = torch.randint(0, max(shape[3], 1), (*shape[:2], 1, 1), generator=g)
+    return (torch.arange(shape[3]) >= pads).expand(shape).clone()
+
+
+def _prefix_lm(g, shape, dtype):
+    rows, cols = _positions(shape)
+    prefixes = torch.randint(0, shape[3] + 1, (*shape[:2], 1, 1), generator=g)
+    return ((cols <= rows) | (cols < prefixes)).expand(shape).clone()
+
+
+def _checkerboard(g, shape, dtype):
+    rows, cols = _positions(shape)
+    return ((rows + cols) % 2 == 0).expand(shape).clone()
+
+
 def _window(g, shape, dtype):
     rows, cols = _positions(shape)
     return ((cols - rows).abs() <= 20).expand(shape).clone()
@@ -73,6 +89,19 @@ def _one_key(g, shape, dtype):
     return mask.scatter_(3, pick, True) if shape[3] else mask
 
 
+def _single_true(g, shape, dtype):
+    """One score in each head: nearly every row is without a key."""
+    mask = torch.zeros(*shape[:2], shape[2] * shape[3], dtype=torch.bool)
+    pick = torch.randint(0, max(mask.size(2), 1), (*shape[:2], 1), generator=g)
+    return (mask.scatter_(2, pick, True) if mask.size(2) else mask).view(shape)
+
+
+def _alibi(g, shape, dtype):
+    rows, cols = _positions(shape)
+    slopes = 2.0 ** (-8 * torch.arange(1, shape[1] + 1) / shape[1])
+    return (-slopes[:, None, None] * (rows - cols).abs()).expand(shape).to(dtype).clone()
+
+
 def _bias(g, shape, dtype):
     return torch.randn(shape, generator=g).to(dtype)
 
@@ -95,11 +124,15 @@ MASK_KINDS = {
     "random": _random,
     "causal": _causal,
     "padding": _padding,
+    "padding_left": _padding_left,
+    "prefix_lm": _prefix_lm,
+    "checkerboard": _checkerboard,
     "window": _window,
     "document": _document,
     "rows_false": _rows_false,
     "granules": _granules,
     "one_key": _one_key,
+    "single_true": _single_true,
     "all_true": lambda g, shape, dtype: torch.ones(shape, dtype=torch.bool),
     "all_false": lambda g, shape, dtype: torch.zeros(shape, dtype=torch.bool),
     "zeros": lambda g, shape, dtype: torch.zeros(shape, dtype=dtype),
@@ -107,6 +140,7 @@ MASK_KINDS = {
     "bias": _bias,
     "bias32": _bias32,
     "bias_inf": _bias_inf,
+    "alibi": _alibi,
     "lowest": _lowest,
     "all_inf": lambda g, shape, dtype: torch.full(shape, -INF, dtype=dtype),
 }
@@ -360,7 +394,8 @@ def mask_kind_cases():
             for kind in MASK_KINDS for i, dtype in enumerate(FLOATS) for causal in (i % 2 > 0,)]
 
 
-_BOOL_KINDS = ("random", "causal", "padding", "window", "document", "rows_false", "granules", "one_key", "all_true", "all_false")
+_BOOL_KINDS = ("random", "causal", "padding", "prefix_lm", "checkerboard", "window", "document", "rows_false", "granules", "one_key",
+               "single_true", "all_true", "all_false")
 
 
 def broadcast_cases():

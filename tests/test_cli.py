@@ -37,7 +37,7 @@ def test_explain(capsys, tmp_path):
     arguments = ["explain", "--seq", "256", "--mask", "window 256", "--backend", "flashsdpa", "--plan", "--plot", str(picture)]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "chosen      flashsdpa_fwd_cpu" in text and "granules    empty 0.0%" in text
+    assert "chosen      flashsdpa_fwd_cpu" in text and "granules    empty 0.0%" in text and "plan's cost " in text
     assert picture.exists()
 
 

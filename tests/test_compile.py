@@ -375,6 +375,54 @@ def test_layers_share_one_mask_plan():
     assert kernels.starting_with("flashsdpa_mask_plan") == 1
 
 
+def banded(x, widths):
+    """A layer for each width, its mask made in the graph after the layer before has run."""
+    positions = torch.arange(x.size(2), device=x.device)
+    for width in widths:
+        ready = x.sum().isfinite()
+        x = F.scaled_dot_product_attention(x, x, x, ((positions[:, None] - positions).abs() < width) & ready)
+    return x
+
+
+def test_masks_in_a_buffer_that_inductor_reuses(routed):
+    """The masks of three layers lie in one buffer, one after the other: same address, other contents. Each is made once, for
+    its plan and its attention."""
+    from torch._inductor.utils import run_and_get_code
+
+    x = torch.randn(1, 2, 160, 8)
+    widths = [torch.tensor(n) for n in (3, 100, 30)]
+    compiled = torch.compile(banded, fullgraph=True)
+    enable("flashsdpa", strict=True)
+    _, code = run_and_get_code(compiled, x, widths)
+    lines = "".join(code).splitlines()
+    assert sum("empty_strided" in line and "160, 160)" in line for line in lines) == 1 and any("# reuse" in line for line in lines)
+    for new in ((3, 100, 30), (160, 1, 64), (30, 3, 100)):
+        for width, n in zip(widths, new):
+            width.fill_(n)
+        assert routed(compiled, x, widths) == 3
+        with sdpa_backend("stock"):
+            want = banded(x, widths)
+        torch.testing.assert_close(compiled(x, widths), want)
+
+
+def test_a_mask_edited_inside_a_graph_and_between_calls():
+    """Equal ops of a graph are merged: the plan of the mask as it was is not that of the mask as it is."""
+
+    def function(x, mask):
+        x = F.scaled_dot_product_attention(x, x, x, mask)
+        mask.logical_not_()
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    x, mask = torch.randn(1, 2, 160, 8), torch.rand(160, 160) < 0.3
+    enable("flashsdpa", strict=True)
+    for width in (160, 20, 90):
+        mask.copy_(torch.rand(160, 160) < 0.5).tril_(width)
+        with sdpa_backend("stock"):
+            want = function(x, mask.clone())
+        torch.testing.assert_close(compiled(x, mask), want)
+
+
 # --- export -----------------------------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,22 @@ def test_mask_dtypes_other_than_bool_float32_and_the_querys(dtype):
     assert same_as_stock(q, k, v, attn_mask=torch.ones(5, 5, dtype=dtype))[0] is RuntimeError
 
 
+@pytest.mark.parametrize("shape", ((1, 3, 70, 90), (3, 1, 70, 90), (1, 1, 60, 90), (1, 1, 70, 80), (3, 70, 90)), ids=str)
+def test_an_expanded_mask_of_the_wrong_size_raises_as_stock(shape):
+    """One row in memory says the same for any size; the size given must fit all the same."""
+    q, k = normal("expanded", (2, 4, 70, 8), (2, 4, 90, 8))
+    for mask in (torch.zeros(1, 1).expand(shape), torch.ones(1, 1, dtype=torch.bool).expand(shape)):
+        assert same_as_stock(q, k, k, attn_mask=mask)[0] is RuntimeError
+        with pytest.raises(RuntimeError, match="does not broadcast"):
+            torch_flashsdpa.attention(q, k, k, attn_mask=mask)
+
+
+def test_an_expanded_mask_of_more_batches_than_the_query_is_stocks():
+    q, k = normal("batches", (1, 4, 70, 8), (1, 4, 90, 8))
+    for mask in (torch.zeros(3, 1, 70, 90), torch.zeros(1, 1).expand(3, 1, 70, 90)):
+        same_as_stock(q, k, k, attn_mask=mask)
+
+
 def test_gradient_of_a_mask_of_two_axes_is_summed(routed):
     q, k, v, grad = normal("grad", *[(2, 3, 66, 8)] * 4)
     mask = normal("mask", (66, 66))[0].requires_grad_()

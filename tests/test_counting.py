@@ -34,8 +34,8 @@ def test_tile_edges(seq_q, seq_k, dtype):
 
 @pytest.mark.parametrize("planned", (False, True), ids=("unplanned", "planned"))
 @pytest.mark.parametrize("additive", (False, True), ids=("bool", "additive"))
-@pytest.mark.parametrize("kind", ["random", "causal", "padding", "window", "document", "rows_false", "granules", "one_key",
-                                  "all_true", "all_false"])
+@pytest.mark.parametrize("kind", ["random", "causal", "padding", "padding_left", "prefix_lm", "checkerboard", "window", "document",
+                                  "rows_false", "granules", "one_key", "single_true", "all_true", "all_false"])
 def test_masks(kind, additive, planned):
     for dtype, band in ((torch.float32, "full"), (next(DTYPES), "causal_br")):
         count(f"{kind}{additive}", dtype, batch=2, seq=(130, 257), mask=kind, additive=additive, planned=planned,

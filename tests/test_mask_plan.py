@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import BROADCASTS, FLOATS, MASK_KINDS, MASK_STRIDES, Case, inputs, make_mask
-from oracle import INF, Call, bytes_allocated, check, generator, ops, run_op
+from oracle import INF, Call, Result, bytes_allocated, check, generator, ops, run_op
 from reference_plan import BITS, EMPTY, FULL, MIXED, granule_classes, reference_plan
 
 import torch_flashsdpa
@@ -180,6 +180,28 @@ def test_plan_of_the_public_function():
     assert torch.equal(plan, reference_plan(x.mask))
     got = torch_flashsdpa.attention(x.q, x.k, x.v, attn_mask=x.mask, mask_plan=plan)
     assert torch.equal(got, run_op(x, Call()).out)
+
+
+@pytest.mark.parametrize("expanded", (False, True), ids=("size 1", "stride 0"))
+@pytest.mark.parametrize("kind", ("granules:bqk", "bias_inf:qk", "padding_left:bk"))
+def test_one_plan_for_many_calls_with_their_gradients(kind, expanded):
+    """plan_mask() once, then layers of attention(), the mask of size 1 or expanded; a bias gets its gradient too."""
+    case = Case(f"layers{kind}", 2, (4, 2), (140, 270), (16, 16), mask=kind)
+    x = inputs(case)
+    x.mask = x.mask.expand(2, 4, 140, 270).detach() if expanded else x.mask
+    x.mask_grad = x.mask.dtype != torch.bool
+    plan = torch_flashsdpa.plan_mask(x.mask)
+
+    def attend(x, call):
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        mask = x.mask.detach().requires_grad_(x.mask_grad)
+        out, lse = torch_flashsdpa.attention(*leaves, mask, enable_gqa=True, mask_plan=plan, return_lse=True)
+        wanted = leaves + [mask] * x.mask_grad
+        return Result(out.detach(), lse.detach(), dict(zip(x.names(), torch.autograd.grad(out, wanted, x.grad_out))))
+
+    for turn in range(2):
+        check(x, Call(), run=attend)
+        x.q = x.q * -0.5
 
 
 PREDICATES = {

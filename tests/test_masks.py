@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from cases import Case, broadcast_cases, inputs, mask_kind_cases, mask_stride_cases
-from oracle import INF, Call, check, generator, ops, run_sdpa
+import torch_flashsdpa
+from cases import Case, broadcast_cases, inputs, make_mask, mask_kind_cases, mask_stride_cases
+from oracle import INF, Call, Inputs, bytes_allocated, check, generator, ops, reference, run_sdpa, virtual
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 
 @pytest.mark.parametrize("case", mask_kind_cases(), ids=str)
@@ -62,15 +64,16 @@ def test_bad_numbers_in_a_removed_key(seq, additive, bad, planned):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
 def test_nan_in_the_mask_or_the_query(dtype):
-    """A NaN at an allowed score spoils its row, and no other."""
+    """A NaN at an allowed score, or a bias of +inf, spoils its row, and no other."""
     for seq_k in (5, 300):
         x = inputs(Case(f"nan{seq_k}", seq=(66, seq_k), dtype=dtype, mask="bias:qk", grad=""))
         x.mask[..., 3, 2] = float("nan")
         x.mask[..., 4, :] = -INF
+        x.mask[..., 5, 1] = INF  # inf - inf, as the formula has it
         x.q[:, :, 7] = float("nan")
         got = check(x, Call())
         spoilt = got.out.isnan().any(-1)[0, 0].nonzero().flatten().tolist()
-        assert spoilt == [3, 7] and (got.out[:, :, 4] == 0).all()
+        assert spoilt == [3, 5, 7] and (got.out[:, :, 4] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
@@ -107,3 +110,151 @@ def test_the_gradient_of_a_broadcast_mask_is_summed_in_float32():
     _, lse = ops().forward(q, k, k, attn_mask=mask)
     (grad,) = torch.autograd.grad(lse, mask, torch.ones_like(lse))
     assert grad.dtype == torch.bfloat16 and abs(grad.item() - batch * seq) <= 16
+
+
+# --- a changed mask is seen ---------------------------------------------------------------------------------------------
+
+
+def qkv(name, seq=150, heads=2):
+    g = generator(name)
+    return [torch.randn(1, heads, seq, 16, generator=g) for _ in range(3)]
+
+
+def written(mask, additive):
+    """A bool mask, or the same as 0 and -inf: either way its plan says all of it."""
+    return torch.zeros(mask.shape).masked_fill_(~mask, -INF) if additive else mask
+
+
+def sees(q, k, v, mask):
+    """The unchanged call and attention() give what the mask says now."""
+    want = reference(Inputs(q, k, v, mask), Call()).out
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        out = sdpa(q, k, v, attn_mask=mask)
+    assert (out - want).abs().max() < 1e-5
+    assert (torch_flashsdpa.attention(q, k, v, attn_mask=mask) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("additive", (False, True), ids=("bool", "additive"))
+def test_a_mask_changed_in_inference_mode_is_seen(additive):
+    """Inference tensors count no versions: nothing tells an old mask from a new one but its contents."""
+    q, k, v = qkv("inference")
+    with torch.inference_mode():
+        masks = [written(make_mask("document", f"inference{turn}", (1, 2, 150, 150), torch.float32), additive) for turn in range(3)]
+        mask = masks[0].clone()
+        assert mask.is_inference()
+        for new in masks:
+            mask.copy_(new)
+            sees(q, k, v, mask)
+
+
+def test_another_tensor_in_the_memory_of_an_old_mask():
+    """The same address, sizes, strides and version, as an allocator gives them; other contents."""
+    q, k, v = qkv("memory")
+    memory = torch.zeros(1, 1, 150, 150, dtype=torch.bool).numpy()
+    for kind in ("causal", "random", "padding_left"):
+        memory[...] = make_mask(kind, "memory", (1, 1, 150, 150), torch.float32).numpy()
+        mask = torch.from_numpy(memory)
+        assert mask._version == 0
+        sees(q, k, v, mask)
+
+
+@pytest.mark.parametrize("additive", (False, True), ids=("bool", "additive"))
+def test_slices_of_one_mask_for_each_layer(additive):
+    """One tensor (layers, B, H, Sq, Sk): its slices differ in their offset alone."""
+    q, k, v = qkv("layers")
+    masks = written(make_mask("random", "layers", (4, 2, 150, 150), torch.float32), additive)
+    for _ in range(2):
+        for layer in range(4):
+            sees(q, k, v, masks[layer])
+    x = q
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        for layer in range(4):
+            x = sdpa(x, k, v, attn_mask=masks[layer])
+    want = q.double()
+    for layer in range(4):
+        want = reference(Inputs(want, k.double(), v.double(), masks[layer]), Call()).out
+    assert (x - want).abs().max() < 1e-5
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", ("qk", "bqk", "bk", "bq", "hqk", "-"))
+@pytest.mark.parametrize("run", ("sdpa", "attention"))
+@pytest.mark.parametrize("expanded", (False, True), ids=("size 1", "stride 0"))
+def test_memory_beyond_the_mask_is_a_bit_for_each_element_as_given(axes, run, expanded):
+    """Broadcast axes are not expanded, written as size 1 or as stride 0; nothing is unpadded either."""
+    batch, heads, seq = 2, 6, 1024
+    q, k, v = (torch.randn(batch, heads, seq, 8) for _ in range(3))
+    given = make_mask(f"document:{axes}", "memory", (batch, heads, seq, seq), torch.float32)
+    mask = given.expand(batch, heads, seq, seq) if expanded else given
+
+    def step():
+        if run == "attention":
+            torch_flashsdpa.attention(q, k, v, attn_mask=mask)
+        else:
+            with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+                sdpa(q, k, v, attn_mask=mask)
+
+    bits = given.numel() / 8 * (128 if given.size(3) == 1 else 1)  # one key takes the 16 bytes of two granules
+    lists = 8 * given[..., 0, 0].numel() * (seq // 64 + 1) ** 2
+    results = 4 * (q.numel() + q.numel() // 8)  # out and the log-sum-exp
+    assert results + bits <= bytes_allocated(step) <= results + bits + lists + 4096
+
+
+def test_a_mask_of_more_than_2_to_the_31_elements():
+    """All False but in a few places, in memory that is only reserved: forward and backward find them."""
+    side = 46400
+    mask = virtual(side * side, torch.bool).view(side, side)
+    assert mask.numel() > 2**31
+    allowed = {0: [side - 1], 20000: [5, 46000], side - 1: [0, side - 70, side - 1]}
+    for row, keys in allowed.items():
+        mask[row, keys] = True
+    q, k, v, grad = (torch.randn(1, 1, side, 8, generator=generator(f"huge{i}")) for i in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        out = sdpa(*leaves, attn_mask=mask)
+    grads = torch.autograd.grad(out, leaves, grad)
+    rows, keys = list(allowed), sorted({key for keys in allowed.values() for key in keys})
+    small = Inputs(q[:, :, rows].detach(), k[:, :, keys].detach(), v[:, :, keys].detach(), mask[rows][:, keys][None, None],
+                   grad_out=grad[:, :, rows])
+    want = reference(small, Call())
+    for got, name, where in ((out, "out", rows), (grads[0], "dq", rows), (grads[1], "dk", keys), (grads[2], "dv", keys)):
+        expected = torch.zeros(1, 1, side, 8, dtype=torch.float64)
+        expected[:, :, where] = want.out if name == "out" else want.grads[name]
+        assert (got - expected).abs().max() < 1e-5, name
+
+
+# --- five axes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ((1, 1, 2, 70, 70), (1, 5, 1, 1, 70), (1, 5, 2, 70, 70), (2, 70, 70)), ids=str)
+def test_pair_bias_of_five_axes_with_its_gradient(shape, routed):
+    """Rows of an alignment as a second batch axis: a bias for all rows by head, a padding for each row, both, as in AlphaFold."""
+    g = generator(f"pair{shape}")
+    q, k, v, grad = (torch.randn(1, 5, 2, 70, 16, generator=g) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v, torch.randn(shape, generator=g))]
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        assert routed(sdpa, *leaves) == 1
+        grads = torch.autograd.grad(sdpa(*leaves), leaves, grad)
+    mask = leaves[3].detach().double().requires_grad_()
+    whole = mask.expand(1, 5, 2, 70, 70)[0]
+    want = reference(Inputs(q[0].detach(), k[0].detach(), v[0].detach(), whole.detach(), True, grad_out=grad[0]), Call()).grads
+    (dmask,) = torch.autograd.grad(whole, mask, want["dmask"])
+    for got, expected in zip(grads, (want["dq"][None], want["dk"][None], want["dv"][None], dmask)):
+        assert got.shape == expected.shape and (got - expected).abs().max() < 1e-4
+
+
+def test_a_mask_that_broadcasts_over_some_batch_axes_goes_to_stock(routed):
+    """One stride cannot say it. attention() copies such a mask, the unchanged call leaves it to stock, with the reason."""
+    g = generator("some axes")
+    q, k, v = (torch.randn(2, 3, 2, 70, 16, generator=g) for _ in range(3))
+    for shape in ((2, 1, 2, 70, 70), (1, 3, 1, 1, 70)):
+        mask = torch.randn(shape, generator=g)
+        flat = [t.flatten(0, 1) for t in (q, k, v, mask.expand(2, 3, *shape[2:]))]
+        want = reference(Inputs(*flat), Call()).out.view_as(q)
+        with torch_flashsdpa.sdpa_backend("flashsdpa"):
+            assert routed(sdpa, q, k, v, attn_mask=mask) == 0
+            assert (sdpa(q, k, v, attn_mask=mask) - want).abs().max() < 1e-5
+        assert "some of the 2 batch axes" in str(torch_flashsdpa.explain(q, k, v, mask, backend="flashsdpa"))
+        assert (torch_flashsdpa.attention(q, k, v, attn_mask=mask) - want).abs().max() < 1e-5

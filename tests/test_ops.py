@@ -88,6 +88,12 @@ def test_pure_ops_are_not_tagged_random():
         assert torch.Tag.nondeterministic_seeded not in tags and torch.Tag.pt2_compliant_tag in tags
 
 
+def test_compilers_keep_strides_only_where_they_show():
+    """The layout of out and of gradients follows the inputs; a plan's does not, so that a mask need not be copied for it."""
+    for name, tag in (("forward", "needs_exact_strides"), ("backward", "needs_exact_strides"), ("mask_plan", "flexible_layout")):
+        assert getattr(torch.Tag, tag) in getattr(ops(), name).default.tags
+
+
 @pytest.mark.parametrize("heads", ((4, 4), (4, 2), (4, 1)), ids=str)
 def test_flop_formulas_are_torchs(heads):
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count

@@ -98,6 +98,26 @@ def test_plan_counts_granules():
     assert str(shares) == "empty 33.3%, full 33.3%, mixed 33.3%"
 
 
+def test_plan_tells_its_cost():
+    mask = torch.ones(1024, 1024, dtype=torch.bool).tril()
+    small, large = (explain(*make(), m, backend="flashsdpa").plan() for m in (MASK, mask))
+    assert 0 < small.seconds < 60 and 0 < large.seconds < 60
+    assert 130 * 130 / 8 <= small.bytes < large.bytes and 1024 * 1024 / 8 <= large.bytes < 1.1 * 1024 * 1024 / 8
+    assert large.cost.endswith(f" ms, {large.bytes:,} bytes")
+
+
+@pytest.mark.parametrize("shape, counts", [((1, 1, 1, 130), (1, 1, 1)), ((2, 3, 4, 70, 130), (48, 48, 48)), ((130,), (1, 1, 1))],
+                         ids=("padding", "five axes", "one axis"))
+def test_plan_of_a_mask_of_any_rank(shape, counts):
+    """Granules of the mask as given: what it broadcasts over is not counted."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[..., :64], mask[..., 128] = True, True  # full, empty, and one of two keys
+    q = torch.randn(*(shape[:-2] if len(shape) == 5 else (1, 1)), 70, 16)
+    k = torch.randn(*q.shape[:-2], 130, 16)
+    shares = explain(q, k, k, mask, backend="flashsdpa").plan()
+    assert tuple(shares.counts.values()) == counts
+
+
 def test_plan_needs_values():
     with pytest.raises(ValueError, match="no attn_mask"):
         explain(*make()).plan()
@@ -109,6 +129,18 @@ def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = explain(*make(), MASK).plot(tmp_path / "plan.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_draws_the_plan(tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    explain(*make(), MASK).plot(tmp_path / "plan.png")
+    (axes,) = drawn[0].axes
+    assert axes.images[0].get_array().tolist() == [[2, 0, 0], [1, 2, 0], [1, 1, 2]]
+    assert axes.get_title() == "empty 33.3%, full 33.3%, mixed 33.3%"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["empty", "full", "mixed"]
 
 
 class Texts(TestCase):

@@ -40,7 +40,7 @@ def attention(
             weight and gives no value.
         return_lse: also return the log-sum-exp of the scaled scores, with a gradient.
         mask_plan: plan_mask(attn_mask), to plan a mask once for many calls; or, without attn_mask, the plan of a bool mask,
-            which says all of it.
+            which says all of it. It has the sizes of attn_mask as given.
         deterministic: bitwise equal gradients in every run; None asks torch.are_deterministic_algorithms_enabled().
         batch_invariant: a sequence's result does not depend on its batch.
 
@@ -60,8 +60,10 @@ def attention(
     if attn_mask is not None and attn_mask.dim() > query.dim():
         raise RuntimeError(f"attn_mask has {attn_mask.dim()} axes, query {query.dim()}; give at most the query's")
     mask = None if attn_mask is None else _mask_to_4d(attn_mask, lead)
-    if mask is not None and mask_plan is None and _pays_to_plan(query, key):
-        mask_plan = ops.mask_plan(mask.detach())
+    if mask is not None and mask_plan is None:
+        mask = _unexpanded(mask, _to_4d(query), _to_4d(key))
+        if _pays_to_plan(query, key):
+            mask_plan = ops.mask_plan(mask.detach())
     out, lse = ops.forward(
         _to_4d(query),
         _to_4d(key),
@@ -91,7 +93,8 @@ def plan_mask(attn_mask):
     """Classify every 64 x 64 granule of a mask as empty, full or mixed, for the mask_plan argument of attention().
 
     Args:
-        attn_mask: (..., seq_q|1, seq_k|1) with up to 4 axes, as given to attention(); it must not change afterwards.
+        attn_mask: (..., seq_q|1, seq_k|1) with up to 4 axes, as given to attention(); it must not change afterwards. An axis
+            that broadcasts is cheap as size 1, and planned in full where it is expanded.
     Returns:
         An opaque int32 tensor on the mask's device. Raises RuntimeError where the compiled binding is missing.
     """
@@ -143,6 +146,16 @@ def _mask_to_4d(mask, lead):
     if all(size == 1 for size in mask.shape[:-3]):
         return mask.flatten(0, -4)
     return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+
+
+def _unexpanded(mask, query, key):
+    """`mask` with size 1 on axes that are expanded, so that its plan is not. As it is where its gradient is wanted."""
+    if mask.requires_grad:
+        return mask
+    for axis, size in enumerate((*query.shape[:3], key.shape[2])):
+        if mask.stride(axis) == 0 and mask.shape[axis] == size and size > 1:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
 
 
 def _pays_to_plan(query, key):

@@ -68,7 +68,8 @@ def _explain(options):
         return 0
     explanation.attn_mask = mask
     if options.plan:
-        print(f"  granules    {explanation.plan()}")
+        plan = explanation.plan()
+        print(f"  granules    {plan}\n  plan's cost {plan.cost}")
     if options.plot:
         print(f"  plot        {explanation.plot(options.plot)}")
     return 0

@@ -8,11 +8,19 @@ namespace flashsdpa {
 
 namespace {
 
+// The size that an axis of the mask has or broadcasts to; the mask has no more axes than the query.
+c10::SymInt whole_size(const Normalised& r, const Tensor& mask, int64_t axis) {
+  const int64_t from_end = mask.dim() - axis;
+  if (from_end > 3) return r.leading[r.leading.size() + 3 - from_end];
+  return from_end == 1 ? r.key.sym_size(2) : r.query.sym_size(4 - from_end);
+}
+
 // A broadcast axis of size n repeats one row: size 1 says the same, and costs the plan and the kernels less. Where a
-// gradient is wanted the axis stays: its gradient has n rows.
-bool collapses(const Tensor& mask, int64_t axis) {
+// gradient is wanted the axis stays: its gradient has n rows. A size that does not fit stays too, and is refused.
+bool collapses(const Normalised& r, const Tensor& mask, int64_t axis) {
   return !mask.requires_grad() && !equals(mask.sym_size(axis), 1) && equals(mask.sym_stride(axis), 0) &&
-         TORCH_GUARD_OR_FALSE(mask.sym_size(axis).sym_ge(2));
+         TORCH_GUARD_OR_FALSE(mask.sym_size(axis).sym_ge(2)) &&
+         equals(mask.sym_size(axis), whole_size(r, mask, axis));
 }
 
 Tensor at_rank(Tensor t, int64_t rank) {
@@ -86,19 +94,19 @@ bool flatten_inputs(Normalised& r, int64_t count, Reasons& reasons) {
 
 // `mask` with broadcast axes of size 1, and axes of size 1 put before it. One view in eager mode; a graph gets the
 // plain ones, which a compiler understands better.
-Tensor view_mask(const Tensor& mask, int64_t rank, bool traced) {
+Tensor view_mask(const Normalised& r, const Tensor& mask, int64_t rank, bool traced) {
   int64_t collapsing = 0;
-  for (int64_t axis = 0; axis < mask.dim(); ++axis) collapsing += collapses(mask, axis);
+  for (int64_t axis = 0; axis < mask.dim(); ++axis) collapsing += collapses(r, mask, axis);
   if (collapsing == 0 && mask.dim() == rank) return mask;
   if (traced || mask.requires_grad()) {
     Tensor view = mask;
     for (int64_t axis = 0; axis < mask.dim(); ++axis)
-      if (collapses(mask, axis)) view = view.narrow(axis, 0, 1);
+      if (collapses(r, mask, axis)) view = view.narrow(axis, 0, 1);
     return at_rank(view, rank);
   }
   c10::DimVector sizes(rank - mask.dim(), 1), strides(rank - mask.dim(), 0);
   for (int64_t axis = 0; axis < mask.dim(); ++axis) {
-    sizes.push_back(collapses(mask, axis) ? 1 : mask.size(axis));
+    sizes.push_back(collapses(r, mask, axis) ? 1 : mask.size(axis));
     strides.push_back(mask.stride(axis));
   }
   return mask.as_strided(sizes, strides);
@@ -137,7 +145,7 @@ bool normalise_mask(const OptTensor& attn_mask, bool traced, Normalised& r, Reas
     return false;
   }
   const int64_t leading = r.rank - 3;
-  Tensor mask = view_mask(*attn_mask, std::max<int64_t>(r.rank, 4), traced);
+  Tensor mask = view_mask(r, *attn_mask, std::max<int64_t>(r.rank, 4), traced);
   if (leading > 1) {
     bool broadcast = true, full = true;
     for (int64_t axis = 0; axis < leading; ++axis) {

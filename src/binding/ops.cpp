@@ -22,6 +22,8 @@ namespace {
 
 // Strides of inputs matter to the outputs' layout, so compiled graphs must keep them.
 const std::vector<at::Tag> kPure{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+// A plan does not show its mask's strides. A compiler that must keep them computes the mask once more for each op.
+const std::vector<at::Tag> kPureOfAnyLayout{at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
 const std::vector<at::Tag> kRandom{at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
 
 #define FLASHSDPA_OPTION_SCHEMA                                                                   \
@@ -109,7 +111,7 @@ TORCH_LIBRARY(flashsdpa, m) {
       ", bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, "
       "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
       kPure);
-  m.def("mask_plan(Tensor attn_mask) -> Tensor", kPure);
+  m.def("mask_plan(Tensor attn_mask) -> Tensor", kPureOfAnyLayout);
   m.def("rng_state(Device? device=None) -> Tensor", kRandom);
 }
 

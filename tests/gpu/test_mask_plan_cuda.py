@@ -8,6 +8,9 @@ import torch
 from cases import BROADCASTS, MASK_KINDS, MASK_STRIDES, dtype_name, make_mask
 from oracle import INF, SEED, ops
 from reference_plan import GRANULE, reference_plan
+from test_mask_plan import PREDICATES
+
+import torch_flashsdpa
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -182,6 +185,26 @@ def test_strides_over_2_to_31():
     mask = torch.zeros(step + 20_000, dtype=torch.bool, device="cuda").as_strided((2, 1, 100, 130), (step, 1, 130, 1))
     mask.copy_(torch.rand(mask.shape, device="cuda") < 0.001)
     check(mask)
+
+
+@pytest.mark.parametrize("name", PREDICATES)
+def test_a_plan_from_a_predicate(name):
+    fn = PREDICATES[name]
+    for seq_q, seq_k in ((1, 1), (64, 128), (200, 333)):
+        b, h = torch.arange(2).view(2, 1, 1, 1), torch.arange(3).view(3, 1, 1)
+        mask = fn(b, h, torch.arange(seq_q)[:, None], torch.arange(seq_k)).expand(2, 3, seq_q, seq_k)
+        plan = torch_flashsdpa.plan_mask_fn(fn, 2, 3, seq_q, seq_k, device="cuda")
+        assert torch.equal(plan, ops().mask_plan(mask.contiguous().cuda()))
+
+
+def test_a_predicate_makes_no_tensor_of_the_scores():
+    """16384 x 16384: 33.5 MB of bits; the mask would be 268 MB."""
+    plan = torch_flashsdpa.plan_mask_fn(PREDICATES["causal"], 1, 1, 16384, 16384, device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch_flashsdpa.plan_mask_fn(PREDICATES["causal"], 1, 1, 16384, 16384, device="cuda")
+    assert torch.cuda.max_memory_allocated() - before < 4 * plan.numel() * plan.element_size()
 
 
 def test_two_runs_are_equal():

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from cases import BANDS, BROADCASTS, MASK_KINDS, MASK_STRIDES, Case, inputs
 from hopper import IS_HOPPER, needs_hopper
-from oracle import INF, Call, check, check_counting, ops, run_sdpa
+from oracle import INF, Call, Inputs, check, check_counting, ops, reference, run_sdpa
 from test_masks_sm90 import make
 
 import torch_flashsdpa
+from torch_flashsdpa._loader import binding
 
 pytestmark = needs_hopper
 HALVES = (torch.bfloat16, torch.float16)
@@ -80,7 +81,7 @@ def test_lengths(seq_q):
 
 
 @pytest.mark.parametrize("dim", CLASSES)
-@pytest.mark.parametrize("kind", ("random", "granules", "document", "causal", "one_key"))
+@pytest.mark.parametrize("kind", ("random", "granules", "document", "causal", "one_key", "checkerboard", "single_true"))
 def test_counting(kind, dim):
     for seq_q, seq_k in ((65, 129), (193, 385), (500, 320)):
         mask = make(kind, f"counting{dim}", (2, 2, seq_q, seq_k), torch.bfloat16)
@@ -201,3 +202,66 @@ def test_long_documents():
         part = replace(x, q=q[:, :, rows], k=k[:, :, rows], v=v[:, :, rows], grad_out=grad_out[:, :, rows], mask=None)
         for got, want in zip(whole, gradients(part, is_causal=True)):
             assert (got[:, :, rows].float() - want.float()).abs().max() <= 2**-6 * want.float().abs().max()
+
+
+def test_blocks_that_the_plan_rules_out_are_not_read():
+    x, _ = masked("skipped", "all_true:-", heads=(2, 2), lengths=(1536, 1536))
+    mask = torch.ones(1, 1, 1536, 1536, dtype=torch.bool)
+    mask[..., 512:1024] = False
+    for given in (mask, torch.zeros_like(mask, dtype=torch.bfloat16).masked_fill_(~mask, -INF)):
+        want = gradients(replace(x, mask=given), deterministic=True)
+        bad_k, bad_v = x.k.clone(), x.v.clone()
+        bad_k[:, :, 640:896], bad_v[:, :, 640:896] = float("nan"), float("nan")
+        got = gradients(replace(x, mask=given, k=bad_k, v=bad_v), deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        assert all((grad[:, :, 512:1024] == 0).all() for grad in got[1:])
+
+
+def test_a_mask_of_more_than_2_to_the_31_elements():
+    seq = 49152
+    x, _ = masked("huge", "all_true:-", heads=(1, 1), lengths=(seq, seq))
+    mask = torch.ones(1, 1, seq, seq, dtype=torch.bool).tril_()
+    assert mask.numel() > 2**31
+    for got, want in zip(gradients(replace(x, mask=mask)), gradients(replace(x, mask=None), is_causal=True)):
+        assert (got.float() - want.float()).abs().max() <= 2**-6 * want.float().abs().max()
+
+
+@pytest.mark.parametrize("axes", ("qk", "bk"))
+def test_memory_beyond_the_mask_is_one_plan(axes):
+    """Forward and backward of the unchanged call, against those of a mask of one element: heads are not expanded."""
+    batch, heads, seq = 2, 16, 2048
+    x, _ = masked("memory", "all_true:-", heads=(heads, heads), lengths=(seq, seq), batch=batch)
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+
+    def peak(mask):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+            torch.autograd.grad(F.scaled_dot_product_attention(*leaves, attn_mask=mask), leaves, x.grad_out)
+        return torch.cuda.max_memory_allocated() - before
+
+    given = make(f"document:{axes}", "memory", (batch, heads, seq, seq), torch.bfloat16)
+    bits, lists = given.numel() // 8, 8 * given[..., 0, 0].numel() * (seq // 64 + 1) ** 2
+    least = peak(x.mask)
+    for mask in (given, given.expand(batch, heads, seq, seq)):
+        assert peak(mask) - least <= bits + lists + (1 << 16)
+
+
+def test_pair_bias_of_five_axes_with_its_gradient():
+    """Rows of an alignment as a second batch axis, as in AlphaFold."""
+    if not any(entry["name"].startswith("flashsdpa_bwd_mask") for entry in binding().kernel_table()):
+        pytest.skip("a build whose masks have no gradient on CUDA")
+    for shape in ((1, 1, 2, 130, 130), (1, 5, 1, 1, 130), (1, 5, 2, 130, 130)):
+        q, k, v, grad = (torch.randn(1, 5, 2, 130, 64, dtype=torch.bfloat16) for _ in range(4))
+        leaves = [t.requires_grad_() for t in (q, k, v, torch.randn(shape, dtype=torch.bfloat16))]
+        with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+            grads = torch.autograd.grad(F.scaled_dot_product_attention(*leaves), leaves, grad)
+        mask = leaves[3].detach().double().requires_grad_()
+        whole = mask.expand(1, 5, 2, 130, 130)[0]
+        parts = [t[0].detach() for t in leaves[:3]]
+        want = reference(Inputs(*parts, whole.detach(), True, grad_out=grad[0]), Call()).grads
+        (dmask,) = torch.autograd.grad(whole, mask, want["dmask"])
+        for got, expected in zip(grads, (want["dq"][None], want["dk"][None], want["dv"][None], dmask)):
+            assert got.shape == expected.shape
+            assert (got.double() - expected).abs().max() <= 2**-6 * expected.abs().max()
