@@ -177,15 +177,24 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
           ptx::wgmma_wait<1>();
           free_stage(shared.empty_grad_out(grad_out_ring.stage()));
           grad_out_ring.advance();
-          if (args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
+          if (!Tile::kStaged && args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
         } else {
           ptx::wgmma_wait<0>();
         }
         ptx::wgmma_settle(dq);
+        if constexpr (Tile::kStaged) {
+          ptx::mbarrier_wait(shared.empty_piece(consumer), q_ring.count % 2 ^ 1);
+          fwd_delay(FwdPoint::kStore);
+          stage_piece(shared.piece(consumer), dq, thread);
+          ptx::fence_proxy_shared();
+          __syncwarp();
+          free_stage(shared.full_piece(consumer));
+          continue;
+        }
         add_piece(args.dq + bwd_block(args, work, at) * Tile::kDqFloats + box(i) * kBwdPieceFloats);
       }
       if constexpr (kOwn == 1) ptx::wgmma_wait<0>();
-      if (args.turns) {
+      if (!Tile::kStaged && args.turns) {
         __syncwarp();
         free_stage(shared.added());
       }

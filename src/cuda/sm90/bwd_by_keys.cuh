@@ -241,7 +241,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
 
     begin_scores();
     make_scores(std::false_type());
-    // The gradients of the tile before lie where dS and dQ go.
+    // The gradients of the tile before lie where dS goes.
     if (elected()) ptx::tma_store_wait_read();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     const uint32_t first = ring.count;
@@ -277,10 +277,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     free_stage(shared.empty_kv());
     ptx::wgmma_settle(dv);
     ptx::wgmma_settle(dk);
-    // Once all consumers are done with dS, and the adders with dQ, dV and dK go there.
-    ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+    if constexpr (Tile::kDvApart) stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
+    // Once all consumers are done with dS (and the adders with dQ), the rest goes there.
+    if constexpr (!Tile::kDvApart) ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
-    stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
+    if constexpr (!Tile::kDvApart) stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
     stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);

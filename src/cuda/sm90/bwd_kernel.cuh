@@ -35,7 +35,7 @@ __global__ void __launch_bounds__((BwdTile<kDim, kDimV, kMasked>::kThreads), 1)
     ptx::registers_give<Tile::kProducerRegisters>();
     const int loader = thread - (ptx::kWarpgroupThreads - Tile::kLoaders);
     if (loader < 0) {
-      if constexpr (Tile::kByKeys) {
+      if constexpr (Tile::kStaged) {
         if (const int adder = warp(); adder < Tile::kAdders) bwd_add_pieces(args, shared, adder, thread % ptx::kWarpLanes);
       } else if (warp() == 0) {
         bwd_keep_turns(args, shared, thread % ptx::kWarpLanes);

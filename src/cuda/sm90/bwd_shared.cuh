@@ -39,10 +39,10 @@ struct BwdShared {
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
   __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
-  // By keys: what an adder adds at once is there; is read.
+  // What an adder adds at once is there; is read.
   __device__ uint32_t full_piece(int adder) const { return barrier(kScores + 4 + adder); }
-  __device__ uint32_t empty_piece(int adder) const { return barrier(kScores + 6 + adder); }
-  // By columns, in a fixed order: this block's turn has come; all consumers have added to it.
+  __device__ uint32_t empty_piece(int adder) const { return barrier(kScores + 7 + adder); }
+  // Where dQ is not staged, in a fixed order: this block's turn has come; all consumers have added to it.
   __device__ uint32_t turn() const { return barrier(kScores + 4); }
   __device__ uint32_t added() const { return barrier(kScores + 5); }
   __device__ uint32_t full_tile(int slot) const { return barrier(kTiles + slot); }
@@ -50,7 +50,7 @@ struct BwdShared {
 
  private:
   static constexpr int kGradOut = 3 + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
-  static constexpr int kTiles = kScores + 8;
+  static constexpr int kTiles = kScores + 10;
   static_assert(kTiles + 2 * kTileSlots == Tile::kBarriers);
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
@@ -73,7 +73,7 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
     ptx::mbarrier_init(shared.full_scores(b), kConsumerWarps);
     ptx::mbarrier_init(shared.empty_scores(b), kConsumerWarps);
   }
-  if constexpr (Tile::kByKeys) {
+  if constexpr (Tile::kStaged) {
     for (int a = 0; a < Tile::kAdders; ++a) {
       ptx::mbarrier_init(shared.full_piece(a), kWarpsPerGroup);
       ptx::mbarrier_init(shared.empty_piece(a), 1);

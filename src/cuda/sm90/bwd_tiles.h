@@ -21,18 +21,18 @@ struct BwdChoice {
 };
 
 // Masked tiles are whole granules of 64 x 64; a key block of one granule fits two consumers of 32 keys.
-constexpr BwdChoice bwd_choice(int dim, bool masked) {
+constexpr BwdChoice bwd_choice(int dim, int dim_v, bool masked) {
   if (masked && dim > 128) return {.block_m = 64, .block_n = 64, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 64) return {.block_m = 128, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 128) return {.block_m = 64, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
-  if (dim <= 192) return {.block_m = 64, .block_n = 96, .consumers = 3, .stages = 2, .stages_grad_out = 2};
+  if (dim <= 192) return {.block_m = 64, .block_n = 96, .consumers = 3, .stages = 2, .stages_grad_out = dim_v <= 128 ? 2 : 1};
   return {.block_m = 64, .block_n = 80, .consumers = 2, .stages = 2, .stages_grad_out = 1};
 }
 
 // kWithMask: blocks of queries come from a mask plan (bwd_blocks.cuh).
 template <int kDimClass, int kDimVClass, bool kWithMask = false>
 struct BwdTile {
-  static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kWithMask);
+  static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kDimVClass, kWithMask);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kBlockM = kChoice.block_m, kBlockN = kChoice.block_n;
   static constexpr int kConsumers = kChoice.consumers;
@@ -40,11 +40,12 @@ struct BwdTile {
   static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask;
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
-  // The last two warps of the producer warpgroup load. The others see to dQ: by keys each adds one consumer's; by columns,
-  // where consumers add their own, one keeps the turns of a fixed order.
+  // The last two warps of the producer warpgroup load. The others see to dQ: each adds one consumer's; or, where there is
+  // no room to stage it and consumers add their own, one keeps the turns of a fixed order.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
-  static constexpr int kLoaders = 64;
-  static constexpr int kAdders = kByKeys ? kConsumers : 1;  // warps
+  static constexpr bool kStaged = kByKeys || kConsumers == 3;
+  static constexpr int kAdders = kStaged ? kConsumers : 1;  // warps
+  static constexpr int kLoaders = (kWarpsPerGroup - (kAdders > 2 ? kAdders : 2)) * ptx::kWarpLanes;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
   // What the block has at launch, in steps of 8 a thread; a role that asks for more waits for ever.
@@ -61,22 +62,25 @@ struct BwdTile {
   // One buffer of P or dS: boxes of kBlockN keys x 64 queries (by keys), or of kBlockM queries x 64 keys.
   static constexpr int kScoreBytes =
       kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
-  // By keys, one consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
+  // One consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
-  // Shared memory, from a base aligned to 1024 bytes. By keys: two buffers of dS, then dQ, and when a tile is done dV and
-  // dK take their place. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
+  // Shared memory, from a base aligned to 1024 bytes. By keys: two buffers of dS, then dQ; when a tile is done dK takes the place of
+  // dS, and dV has its own, so that neither waits for the last dQ to be added. With a mask there is no room for that, and dV
+  // and dK take the place of dS and dQ. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKOffset + kKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
-  static constexpr int kStatsOffset = kPieceOffset + (kByKeys ? kConsumers * kPieceBytes : 0);
-  static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
-  static constexpr int kDkOffset = kByKeys ? kScoreOffset + kVBytes : kKOffset;
-  static_assert(!kByKeys || kDkOffset + kKBytes <= kStatsOffset);
+  static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
+  static constexpr bool kDvApart = kByKeys && !kMasked;
+  static constexpr int kStatsOffset = kPiecesEnd + (kDvApart ? kVBytes : 0);
+  static constexpr int kDvOffset = kDvApart ? kPiecesEnd : kByKeys ? kScoreOffset : kVOffset;
+  static constexpr int kDkOffset = kDvApart ? kScoreOffset : kByKeys ? kScoreOffset + kVBytes : kKOffset;
+  static_assert(!kByKeys || kDkOffset + kKBytes <= (kDvApart ? kPieceOffset : kPiecesEnd));
   static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdFlags, kStatsBytes = kStatsFloats * int(sizeof(float));
   // A slot for each stage: see bwd_visit_word. Of a mask, more of them: the adders read them too, behind the consumers. What
   // an adder reads is at most four blocks behind what the loader writes.
@@ -85,7 +89,7 @@ struct BwdTile {
   static constexpr int kValuesBytes = kMasked ? kBwdMaskRows * kBwdMaskColumns * int(sizeof(float)) : 0;  // of one warp
   static constexpr int kValuesOffset = kVisitOffset + kVisits * 8;
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
-  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 4 + 2 * kTileSlots;
+  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 6 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);

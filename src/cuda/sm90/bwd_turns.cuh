@@ -1,5 +1,5 @@
-// The warps of the producer warpgroup that see to dQ, so that no consumer waits for global memory: by keys they add what
-// the consumers have staged to the sum; by columns, where consumers add from registers, one keeps the turns.
+// The warps of the producer warpgroup that see to dQ, so that no consumer waits for global memory: they add what the consumers
+// have staged to the sum; or, where consumers add from registers, one keeps the turns.
 //
 // In a fixed order of additions a block of dQ is added to once BwdArgs::turns says so, and the next turn is given once the
 // addition is performed: two trips to the L2 cache and more, about as long as a consumer takes for a block.
@@ -9,11 +9,12 @@
 
 namespace flashsdpa {
 
-// By keys. One warp: adds one consumer's piece of each block. In a fixed order it asks for the turn of the next block while the
+// One warp: adds one consumer's piece of each block. In a fixed order it asks for the turn of the next block while the
 // addition to this one is under way.
 template <typename Tile>
 __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int adder, int lane) {
-  const uint32_t bytes = min(kBwdPieceFloats, Tile::kDqFloats - adder * kBwdPieceFloats) * int(sizeof(float));
+  constexpr int kLast = Tile::kDqFloats - (Tile::kAdders - 1) * kBwdPieceFloats;  // of class 96 a half
+  const uint32_t bytes = (adder == Tile::kAdders - 1 ? kLast : kBwdPieceFloats) * int(sizeof(float));
   Ring<kTileSlots> tile_ring;
   Ring<1> blocks;
   while (true) {
@@ -63,7 +64,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
   }
 }
 
-// By columns, in a fixed order. One warp: tells the consumers that a block's turn has come, and, once all have added to it,
+// Without staging, in a fixed order. One warp: tells the consumers that a block's turn has come, and, once all have added to it,
 // gives the next; what they added is ordered before that through their arrivals.
 template <typename Tile>
 __device__ inline void bwd_keep_turns(const BwdArgs& args, const BwdShared<Tile>& shared, int lane) {

@@ -55,7 +55,10 @@ FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
   order.blocks_m = static_cast<uint32_t>(plan.blocks_m);
   order.heads = static_cast<uint32_t>(heads);
   order.longest_first = !p.band.open();  // of a mask nothing is known here: last rows first, in sections
-  order.section = static_cast<uint32_t>(std::min(heads, fwd_equal_tiles(p) ? group : section));
+  // These of equal size: a small last one would end with its longest tiles, which all begin at once.
+  const int64_t equal_section = ceil_div(heads, ceil_div(heads, section) * group) * group;
+  order.section = static_cast<uint32_t>(
+      std::min(heads, fwd_equal_tiles(p) ? group : order.longest_first ? section : equal_section));
   order.tiles = static_cast<uint32_t>(plan.tiles * plan.splits);
   return order;
 }

@@ -17,25 +17,36 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
   uint32_t q_phase = 0, next = blockIdx.x;
+  // Claimed as late as hides the latency of the claim: early claims deal out tiles before it is known who gets free.
+  const auto claim = [&] {
+    if (thread == 0) next = fwd_next_tile(args, next);
+  };
+  // The tile in turn and its first block of keys. With a mask that is some dependent loads, made while the tile before still
+  // waits for memory.
+  FwdWork work;
+  std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk> walk;
+  FwdBlock block{-1, 0, false};
+  const auto first_block = [&] {
+    if (work.end()) return;
+    walk.start(args, work);
+    block = walk.step();
+    if (block.none()) {  // nothing to see: one block past the last key, of zeros
+      const int past = (args.seq_k + Tile::kBlockN - 1) / Tile::kBlockN;
+      block = {past, 0, false};
+      work.first = past;
+      work.last = past + 1;
+    }
+  };
+  const auto begin_tile = [&] {
+    if (!kAlone && thread > 0) return;
+    work = fwd_work<Tile>(args, next);
+    first_block();
+  };
+  if constexpr (Tile::kMasked) begin_tile();
   while (true) {
-    FwdWork work;
-    std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk> walk;
-    FwdBlock block{-1, 0, false};
-    const auto first_block = [&] {
-      if (work.end()) return;
-      walk.start(args, work);
-      block = walk.step();
-      if (block.none()) {  // nothing to see: one block past the last key, of zeros
-        const int past = (args.seq_k + Tile::kBlockN - 1) / Tile::kBlockN;
-        block = {past, 0, false};
-        work.first = past;
-        work.last = past + 1;
-      }
-    };
     if (kAlone || thread == 0) {
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
-      work = fwd_work<Tile>(args, next);
-      first_block();
+      if constexpr (!Tile::kMasked) begin_tile();
       fwd_put_work<Tile::kFew>(shared.tile(tile_ring.stage()), work);
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
@@ -46,11 +57,7 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     }
     tile_ring.advance();
     if (work.end()) break;
-    // Claimed as late as hides the latency of the claim: early claims deal out tiles before it is known who gets free.
-    const auto claim = [&] {
-      if (thread == 0) next = fwd_next_tile(args, next);
-    };
-    const int head_kv = work.head / args.group;
+    const int head_kv = work.head / args.group, batch = work.batch;
 
     const auto load_k = [&] {
       const int stage = k_ring.stage();
@@ -62,14 +69,14 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
         }
       }
       load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(slot, args.k, &args.map_k, block.n * Tile::kBlockN, head_kv,
-                                                                work.batch, thread);
+                                                                batch, thread);
       k_ring.advance();
     };
     const auto load_v = [&](int n) {
       const int stage = v_ring.stage();
       const FwdSlot slot{shared.v(stage), shared.full_v(stage), shared.empty_v(stage), v_ring.phase() ^ 1};
       load_rows<Tile::kBlockN, Tile::kBoxesV, kKeyReuse, kAlone>(slot, args.v, &args.map_v, n * Tile::kBlockN, head_kv,
-                                                                 work.batch, thread);
+                                                                 batch, thread);
       v_ring.advance();
     };
 
@@ -77,7 +84,8 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     // a step takes a while; it is taken before a wait for memory that is needed later than K's.
     FwdBlock ahead = walk.step();
     const auto step = [&] { return ahead.none() ? ahead : walk.step(); };
-    block.final = ahead.none();
+    const bool only = ahead.none();  // one block
+    block.final = only;
     load_k();
     FwdBlock after = step();
 #pragma unroll 1
@@ -94,10 +102,17 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
       block.final = ahead.none();
       load_k();
       after = step();
+      if (Tile::kMasked && block.final) claim();
       load_v(last);
     }
-    claim();
-    load_v(block.n);
+    const int last = block.n;
+    if constexpr (Tile::kMasked) {
+      if (only) claim();
+      begin_tile();
+    } else {
+      claim();
+    }
+    load_v(last);
   }
 }
 
