@@ -118,8 +118,7 @@ __device__ inline void bwd_mask_store(const BwdMaskArgs& args, const BwdMaskShar
     meet();  // before the values of the next tile are laid down
   }
   if (args.parts > 1) {
-    ptx::fence_gpu();
-    meet();
+    meet();  // the release below covers what all of these threads have stored
     if (own == 0) ptx::add_release(args.turns + tile, 1);
   }
 }
