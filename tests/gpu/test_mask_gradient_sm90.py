@@ -187,6 +187,7 @@ def test_a_bias_of_a_model_learns_as_with_stock():
     position = torch.arange(128)
     index = position[:, None] - position + 127
     q, k, v, grad = (torch.randn(2, 8, 128, 64, dtype=torch.bfloat16) for _ in range(4))
+    q.requires_grad_()  # without it stock keeps no log-sum-exp, and its backward fails
     grads = []
     for strict in (True, None):
         leaf = table.clone().requires_grad_()
