@@ -73,16 +73,6 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
 
     // In the order in which consumers wait, but that the first Q does not wait for the memory of K and V.
     load_q();
-    if constexpr (kAlone) {  // K and V wait for the tile before to end: meanwhile they come as near as the L2 cache
-#pragma unroll
-      for (int box = 0; box < Tile::kBoxes; ++box) {
-        ptx::tma_prefetch(&args.map_k, {box * kBoxColumns, work.row, work.head, work.batch});
-      }
-#pragma unroll
-      for (int box = 0; box < Tile::kBoxesV; ++box) {
-        ptx::tma_prefetch(&args.map_v, {box * kBoxColumns, work.row, work.head, work.batch});
-      }
-    }
     load_rows<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kNone, kAlone, Tile::kLoaders, /*kWords=*/false>(
         {shared.k(), shared.full_k(), shared.empty_kv(), kv_phase ^ 1}, args.k, &args.map_k, work.row, work.head, work.batch,
         loader);

@@ -5,6 +5,8 @@
 //   flashsdpa_bwd_post_sm90   dQ's sum, scaled and rounded, as the caller laid out dq
 //
 // One block of threads for each block of queries of a head.
+#include <type_traits>
+
 #include "../../ptx/arithmetic.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../common/status.h"
@@ -17,7 +19,8 @@ constexpr int kThreads = 128, kVector = 8;  // elements of 16 bytes
 constexpr float kInfinity = __builtin_huge_valf(), kLog2e = 1.4426950408889634f;
 
 struct alignas(16) Vector {
-  uint16_t element[kVector];
+  uint32_t pair[kVector / 2];
+  __device__ uint16_t element(int e) const { return uint16_t(pair[e / 2] >> e % 2 * 16); }
 };
 struct alignas(16) FourFloats {
   float value[4];
@@ -32,14 +35,16 @@ struct RowsPlace {
         batch(blockIdx.x / uint32_t(blocks_m) / uint32_t(heads)) {}
 };
 
-__device__ inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector) == 0; }
+__host__ __device__ inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector) == 0; }
 
+__device__ inline Vector load_vector(const uint16_t* source) { return *reinterpret_cast<const Vector*>(source); }
 // Up to 8 elements, `step` apart; zeros beyond `count`.
-__device__ inline Vector load_vector(const uint16_t* source, int64_t step, int count) {
-  if (step == 1 && count >= kVector && aligned(source)) return *reinterpret_cast<const Vector*>(source);
-  Vector v;
+__device__ inline Vector load_elements(const uint16_t* source, int64_t step, int count) {
+  Vector v = {};
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) v.element[e] = e < count ? source[e * step] : uint16_t(0);
+  for (int e = 0; e < kVector; ++e) {
+    if (e < count) v.pair[e / 2] |= uint32_t(source[e * step]) << e % 2 * 16;
+  }
   return v;
 }
 __device__ inline void store_vector(uint16_t* target, const Vector& v, int count) {
@@ -49,7 +54,7 @@ __device__ inline void store_vector(uint16_t* target, const Vector& v, int count
   }
 #pragma unroll
   for (int e = 0; e < kVector; ++e) {
-    if (e < count) target[e] = v.element[e];
+    if (e < count) target[e] = v.element(e);
   }
 }
 
@@ -94,7 +99,8 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
 
 }  // namespace
 
-template <bool kBFloat16, bool kMasked>
+// kVectors: rows of out and grad_out are whole vectors.
+template <bool kBFloat16, bool kMasked, bool kVectors>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_constant__ BwdPreArgs args) {
   const RowsPlace at(args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
@@ -108,39 +114,58 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   const uint16_t* out = args.out + at.batch * args.out_stride[0] + at.head * args.out_stride[1] + column;
   const uint16_t* grad_out =
       args.grad_out + at.batch * args.grad_stride[0] + at.head * args.grad_stride[1] + column * args.grad_stride[3];
+  const bool first_lane = lane % lanes == 0;
   bool coarse = false;
-#pragma unroll 4
-  for (int first = warp * (ptx::kWarpLanes / lanes); first < args.block_m; first += kThreads / lanes) {
-    const int r = first + lane / lanes, row = at.m * args.block_m + r;
-    const bool inside = row < args.seq_q;
-    float sum = 0.f;
-    if (inside) {
-      const Vector o = load_vector(out + row * args.out_stride[2], 1, count);
-      const Vector g = load_vector(grad_out + row * args.grad_stride[2], args.grad_stride[3], count);
+  constexpr int kAtOnce = kVectors ? 4 : 1;  // rows of a lane, on their way together
+  const int step = kThreads / lanes;
+#pragma unroll 1
+  for (int begin = warp * (ptx::kWarpLanes / lanes); begin < args.block_m; begin += kAtOnce * step) {
+    const auto place = [&](int u) { return begin + lane / lanes + u * step; };  // in the block
+    const auto row_of = [&](int u) { return at.m * args.block_m + place(u); };
+    const auto near_row = [&](int u) { return min(row_of(u), args.seq_q - 1); };  // one that can be read
+    Vector o[kAtOnce] = {}, g[kAtOnce] = {};
+    if (count > 0) {
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const uint16_t *from_out = out + near_row(u) * args.out_stride[2], *from_grad = grad_out + near_row(u) * args.grad_stride[2];
+        o[u] = kVectors ? load_vector(from_out) : load_elements(from_out, 1, count);
+        g[u] = kVectors ? load_vector(from_grad) : load_elements(from_grad, args.grad_stride[3], count);
+      }
+    }
+    uint32_t all_high = 0;
+    float lse[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) lse[u] = args.lse[rows_before + near_row(u)];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int r = place(u), row = row_of(u);
+      const bool inside = r < args.block_m && row < args.seq_q;
+      float sum = 0.f;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        sum += ptx::unpack<kBFloat16>(o.element[e]) * ptx::unpack<kBFloat16>(g.element[e]);
+        sum += ptx::unpack<kBFloat16>(o[u].element(e)) * ptx::unpack<kBFloat16>(g[u].element(e));
       }
-      if (args.grad_copy && column < args.copy_columns) {
-        store_vector(args.grad_copy + (rows_before + row) * args.copy_columns + column, g, kVector);
+      if (inside && args.grad_copy && column < args.copy_columns) {
+        store_vector(args.grad_copy + (rows_before + row) * args.copy_columns + column, g[u], kVector);
       }
+      for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+      const bool empty = !inside || lse[u] == -kInfinity, high = first_lane && !empty && fabsf(lse[u]) > kBwdCoarse;
+      if (first_lane && r < args.block_m) {
+        if (inside && args.grad_lse) sum -= args.grad_lse[rows_before + row];
+        if (!high) stats[bwd_stat_place(r)] = empty ? kInfinity : lse[u] * kLog2e;
+        stats[args.block_m + bwd_stat_place(r)] = empty ? 0.f : sum;
+        stats[2 * args.block_m + bwd_stat_place(r)] = high ? lse[u] : 0.f;
+      }
+      all_high |= uint32_t(high) << u;
     }
-    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
-    const bool first_lane = lane % lanes == 0;
-    float lse = -kInfinity;
-    if (first_lane && inside) lse = args.lse[rows_before + row];
-    const bool high = fabsf(lse) > kBwdCoarse && lse != -kInfinity;
-    if (first_lane) {
-      if (inside && args.grad_lse) sum -= args.grad_lse[rows_before + row];
-      if (!high) stats[bwd_stat_place(r)] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-      stats[args.block_m + bwd_stat_place(r)] = lse == -kInfinity ? 0.f : sum;
-      stats[2 * args.block_m + bwd_stat_place(r)] = high ? lse : 0.f;
-    }
-    for (uint32_t rows = __ballot_sync(0xffffffffu, high); rows != 0; rows &= rows - 1) {
-      const int source = __ffs(int(rows)) - 1, its_row = __shfl_sync(0xffffffffu, row, source);
-      const float shift = restored_shift<kBFloat16, kMasked>(args, at, its_row, __shfl_sync(0xffffffffu, lse, source), lane);
-      if (lane == source) stats[bwd_stat_place(r)] = shift;
-      coarse = true;
+#pragma unroll 1
+    for (int u = 0; u < kAtOnce; ++u) {
+      for (uint32_t rows = __ballot_sync(0xffffffffu, all_high >> u & 1); rows != 0; rows &= rows - 1) {
+        const int source = __ffs(int(rows)) - 1, row = __shfl_sync(0xffffffffu, row_of(u), source);
+        const float shift = restored_shift<kBFloat16, kMasked>(args, at, row, args.lse[rows_before + row], lane);
+        if (lane == source) stats[bwd_stat_place(place(u))] = shift;
+        coarse = true;
+      }
     }
   }
   if (lane == 0) stats[kBwdStats * args.block_m + warp] = coarse ? 1.f : 0.f;
@@ -158,16 +183,11 @@ __device__ inline void store_row(const BwdPostArgs& args, uint16_t* dq, int row,
   if (row >= args.seq_q || column >= args.dim) return;
   Vector v;
 #pragma unroll
-  for (int e = 0; e < kVector; e += 2) {
-    const uint32_t pair = ptx::pack<kBFloat16>(values[e] * args.scale, values[e + 1] * args.scale);
-    v.element[e] = uint16_t(pair);
-    v.element[e + 1] = uint16_t(pair >> 16);
-  }
+  for (int e = 0; e < kVector; e += 2) v.pair[e / 2] = ptx::pack<kBFloat16>(values[e] * args.scale, values[e + 1] * args.scale);
   store_vector(dq + row * args.stride[2] + column, v, args.dim - column);
 }
 
-// Where four registers of four neighbouring lanes lie (kByKeys: rows r and r + 8 of eight columns), or those of eight
-// lanes, four apart (two rows of sixteen columns).
+// By keys 16 bytes of the sum are columns c and c + 1 of rows r and r + 8; by columns, rows r and r + 1 of columns c and c + 8.
 template <bool kBFloat16, bool kByKeys>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid_constant__ BwdPostArgs args) {
   const RowsPlace at(args.blocks_m, args.heads_q);
@@ -175,47 +195,63 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid
   const float* sum = args.dq_sum + blockIdx.x * (int64_t(args.block_m) * args.dim_class);
   const int boxes = (args.dim_class + kBwdPiece - 1) / kBwdPiece;
   constexpr int kGroup = 4 * ptx::kWarpgroupThreads;  // floats of four registers of all threads
-  constexpr int kItems = kByKeys ? 256 : 128;         // of a piece
-  for (int i = int(threadIdx.x); i < args.block_m / kBwdPiece * boxes * kItems; i += kThreads) {
-    const int piece = i / kItems, item = i % kItems;
+  constexpr int kItems = kByKeys ? 256 : 128;         // of a piece: two rows of eight columns, or of sixteen
+  constexpr int kLoads = kByKeys ? 4 : 8;             // of 16 bytes, for an item
+  constexpr int kAtOnce = 8 / kLoads;                 // items, on their way together
+  static_assert(kItems % (kAtOnce * kThreads) == 0);
+#pragma unroll 1
+  for (int first = int(threadIdx.x); first < args.block_m / kBwdPiece * boxes * kItems; first += kAtOnce * kThreads) {
+    const int piece = first / kItems;
     const int row = at.m * args.block_m + piece / boxes * kBwdPiece, column = piece % boxes * kBwdPiece;
     const float* base = sum + piece * kBwdPieceFloats;
-    float values[2][2][kVector];  // of two rows: eight columns (kByKeys: the first half), or sixteen
-    if constexpr (kByKeys) {
-      const int group = item % 8, warp = item / 64, r = item / 8 % 8;
-      if (column + 8 * group >= args.dim_class) continue;
-      const auto* four = reinterpret_cast<const FourFloats*>(base + group * kGroup + (warp * ptx::kWarpLanes + r * 4) * 4);
+    FourFloats four[kAtOnce][kLoads];
 #pragma unroll
-      for (int lane = 0; lane < 4; ++lane) {
-        const FourFloats f = four[lane];
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int item = first % kItems + u * kThreads;
+      const int group = kByKeys ? item % 8 : item / 16, thread = kByKeys ? item / 8 * 4 : item / 4 % 4 * ptx::kWarpLanes + item % 4;
+      if (kByKeys && column + 8 * group >= args.dim_class) continue;
+      const auto* its = reinterpret_cast<const FourFloats*>(base + group * kGroup) + thread;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) values[e / 2][0][2 * lane + e % 2] = f.value[e];
-      }
-      store_row<kBFloat16>(args, dq, row + 16 * warp + r, column + 8 * group, values[0][0]);
-      store_row<kBFloat16>(args, dq, row + 16 * warp + r + 8, column + 8 * group, values[1][0]);
-    } else {
-      const int c = item % 4, warp = item / 4 % 4, group = item / 16;
-      const auto* four = reinterpret_cast<const FourFloats*>(base + group * kGroup + (warp * ptx::kWarpLanes + c) * 4);
+      for (int k = 0; k < kLoads; ++k) four[u][k] = its[kByKeys ? k : 4 * k];
+    }
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        const FourFloats f = four[4 * k];
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int item = first % kItems + u * kThreads;
+      const auto store = [&](int r, int c, auto value) {
+        float values[kVector];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) values[e % 2][e / 2][k] = f.value[e];
-      }
+        for (int k = 0; k < kVector; ++k) values[k] = value(k);
+        store_row<kBFloat16>(args, dq, row + r, column + c, values);
+      };
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int r = row + 8 * group + 2 * c + e;
-        store_row<kBFloat16>(args, dq, r, column + 16 * warp, values[e][0]);
-        store_row<kBFloat16>(args, dq, r, column + 16 * warp + 8, values[e][1]);
+        if constexpr (kByKeys) {
+          if (column + item % 8 * 8 >= args.dim_class) continue;
+          store(item / 64 * 16 + item / 8 % 8 + 8 * e, item % 8 * 8, [&](int k) { return four[u][k / 2].value[2 * e + k % 2]; });
+        } else {
+          const int r = item / 16 * 8 + item % 4 * 2 + e, c = item / 4 % 4 * 16;
+          store(r, c, [&](int k) { return four[u][k].value[e]; });
+          store(r, c + 8, [&](int k) { return four[u][k].value[2 + e]; });
+        }
       }
     }
   }
 }
 
 const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, uint32_t blocks, cudaStream_t stream) {
-  const bool bfloat16 = dtype == DType::kBFloat16, masked = args.mask.plan != nullptr;
-  const auto kernel = masked ? (bfloat16 ? flashsdpa_bwd_pre_sm90<true, true> : flashsdpa_bwd_pre_sm90<false, true>)
-                             : (bfloat16 ? flashsdpa_bwd_pre_sm90<true, false> : flashsdpa_bwd_pre_sm90<false, false>);
+  const auto whole = [&](const uint16_t* data, const int64_t* stride) {
+    return aligned(data) && stride[0] % kVector == 0 && stride[1] % kVector == 0 && stride[2] % kVector == 0;
+  };
+  const bool vectors = args.dim_v % kVector == 0 && args.grad_stride[3] == 1 && whole(args.out, args.out_stride) &&
+                       whole(args.grad_out, args.grad_stride);
+  const auto pick = [&](auto bfloat16, auto masked) {
+    constexpr bool kBFloat16 = decltype(bfloat16)::value, kMasked = decltype(masked)::value;
+    return vectors ? flashsdpa_bwd_pre_sm90<kBFloat16, kMasked, true> : flashsdpa_bwd_pre_sm90<kBFloat16, kMasked, false>;
+  };
+  const std::true_type yes;
+  const std::false_type no;
+  const bool bfloat16 = dtype == DType::kBFloat16;
+  const auto kernel = args.mask.plan ? (bfloat16 ? pick(yes, yes) : pick(no, yes)) : bfloat16 ? pick(yes, no) : pick(no, no);
   kernel<<<blocks, kThreads, 0, stream>>>(args);
   return error_text(cudaGetLastError());
 }
