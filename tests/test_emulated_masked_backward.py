@@ -61,6 +61,14 @@ def test_many_tiles(attention, dim):
         hold(attention, "tiles", mask, batch=2, heads=(4, 1), lengths=(900, 300), dims=(dim, dim), band=band)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dim", CLASSES)
+def test_values_by_vectors(attention, dim, dtype):
+    """Rows of values that start at multiples of 16 bytes; 300 and 328 keys end within a block."""
+    for mask, keys in (("bias_inf", 328), ("bias", 128), ("bias32", 300)):
+        hold(attention, "vectors", mask, heads=(4, 2), lengths=(330, keys), dims=(dim, dim), dtype=dtype)
+
+
 @pytest.mark.parametrize("dim", (64, 70, 192))
 def test_tensors_that_tma_cannot_reach(attention, dim):
     for mask in ("granules", "bias_inf"):

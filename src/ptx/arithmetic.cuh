@@ -43,4 +43,16 @@ __device__ inline float unpack(uint16_t element) {
   return value;
 }
 
+// A pair of them, `low` from the lower half.
+template <bool kBFloat16>
+__device__ inline void unpack(uint32_t pair, float& low, float& high) {
+  if constexpr (kBFloat16) {
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+  } else {
+    low = unpack<false>(uint16_t(pair));
+    high = unpack<false>(uint16_t(pair >> 16));
+  }
+}
+
 }  // namespace flashsdpa::ptx

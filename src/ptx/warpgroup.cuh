@@ -44,6 +44,22 @@ __device__ inline void stmatrix_x4_transposed(uint32_t shared, uint32_t r0, uint
                : "memory");
 }
 
+// The same four tiles read: register t of a lane gets elements 2 * (l % 4), + 1 of row l / 4 of tile t; transposed, of column l / 4.
+template <bool kTransposed>
+__device__ inline void ldmatrix_x4(uint32_t shared, uint32_t (&r)[4]) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+  }
+}
+
 __device__ inline void store_shared_floats(uint32_t shared, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }

@@ -147,6 +147,14 @@ void check_transpose() {
   check<uint16_t>("stmatrix transposed", out.read(), 64, [](int row, int column) { return uint16_t(64 * row + column); });
 }
 
+template <bool kTransposed>
+void check_fragments() {
+  const DeviceArray<uint16_t> out(std::vector<uint16_t>(16 * 16));
+  run(fragments<kTransposed>, out.data);
+  check<uint16_t>(kTransposed ? "ldmatrix transposed" : "ldmatrix", out.read(), 16,
+                  [](int row, int column) { return uint16_t(16 * row + column); });
+}
+
 void check_additions() {
   std::vector<float> values(4 * kThreads);
   for (size_t i = 0; i < values.size(); ++i) values[i] = float(i + 1);
@@ -247,6 +255,8 @@ int main() {
   check_copies();
   check_ring();
   check_transpose();
+  check_fragments<false>();
+  check_fragments<true>();
   check_additions();
   check_widths<32, 40, 64, 80, 96, 112, 128, 192, 256>();
   return all_right ? 0 : 1;

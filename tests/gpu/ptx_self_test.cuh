@@ -163,6 +163,26 @@ __global__ void __launch_bounds__(kThreads)
   write_accumulators(d, out);
 }
 
+// A tile of 16 x 16 of 16-bit elements through shared memory: element (r, c), 16 r + c, read by ldmatrix as that of row r, or of
+// column r.
+template <bool kTransposed>
+__global__ void __launch_bounds__(kThreads) fragments(uint16_t* out) {
+  const uint32_t tile = prepare(0);
+  if (threadIdx.x >= kWarpLanes) return;
+  const int lane = threadIdx.x;
+  for (int i = lane; i < 128; i += kWarpLanes) store_shared_4(tile + 4 * i, uint32_t(2 * i | (2 * i + 1) << 16));
+  __syncwarp();
+  uint32_t r[4];
+  ldmatrix_x4<kTransposed>(tile + lane % 16 * 32 + lane / 16 * 16, r);  // rows 0 to 7, 8 to 15, then the other half of each
+  for (int t = 0; t < 4; ++t) {
+    const int across = lane / 4, along = lane % 4 * 2, row = t % 2 * 8, column = t / 2 * 8;
+    for (int half = 0; half < 2; ++half) {
+      const int down = row + (kTransposed ? along + half : across), right = column + (kTransposed ? across : along + half);
+      out[16 * down + right] = uint16_t(r[t] >> 16 * half);
+    }
+  }
+}
+
 // A box of 64 x 64 whose element (r, c) is 64 r + c, put together by stmatrix from its transpose.
 __global__ void __launch_bounds__(kThreads) transpose(uint16_t* out) {
   const uint32_t tile = prepare(0);

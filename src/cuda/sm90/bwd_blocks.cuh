@@ -130,8 +130,8 @@ struct BwdPlanWalk {
 };
 
 // What the loader tells of a block of queries, in one word: its number; whether there are scores in it that band or length
-// remove, or scores to be multiplied by the sign; with a mask the classes of its granules and whether it is the tile's last,
-// and in a second word its head.
+// remove, or, without a mask, scores to be multiplied by the sign; with a mask the classes of its granules and whether it is the
+// tile's last, and in a second word its head.
 template <bool kMasked>
 struct BwdWord {
   static constexpr int kNumber = kMasked ? 6 : 1;
@@ -139,8 +139,6 @@ struct BwdWord {
   __device__ bool edge() const { return word % 2 != 0; }
   __device__ int m() const { return int(word >> kNumber); }
   __device__ GranuleClass of(int list) const { return GranuleClass(word >> (1 + 2 * list) & 3); }
-  // Whether a list's granules are left as they are.
-  __device__ bool kept(int list) const { return !kMasked || of(list) == kFull; }
   __device__ bool final() const { return word >> 5 & 1; }
 };
 
@@ -163,7 +161,7 @@ template <typename Tile>
 __device__ inline uint32_t bwd_visit_word(const BwdArgs& args, const FwdWork& work, int m) {
   const int first_query = m * Tile::kBlockM, last_query = first_query + Tile::kBlockM - 1;
   const int last_key = work.row + Tile::kBlockN - 1;
-  const bool plain = args.sign == 1.f && last_key < args.seq_k && last_key <= first_query + args.band_hi &&
+  const bool plain = (Tile::kMasked || args.sign == 1.f) && last_key < args.seq_k && last_key <= first_query + args.band_hi &&
                      work.row >= last_query + args.band_lo;
   return uint32_t(m) << BwdWord<Tile::kMasked>::kNumber | uint32_t(!plain);
 }

@@ -93,22 +93,25 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
     const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats) {
       const bool coarse = any_coarse(stats.coarse(lane));
-      if (!visit.edge() && visit.kept(0) && !coarse) return;
+      block_mask.template add_values<kBFloat16>(args, work, told_slot(), s);
+      if (!visit.edge() && !block_mask.removes(args, visit) && !coarse) return;
       const int m = visit.m();
-      if (args.sign != 1.f) {
+      if (!Tile::kMasked && args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
-      block_mask.template apply<kBFloat16>(args, work, told_slot(), s);
-      const int row = m * kBlockM + lane_row, first_column = first_key + lane_column;
-      int first[2], last[2];
+      block_mask.remove(args, visit, s);
+      if (!Tile::kMasked || visit.edge()) {
+        const int row = m * kBlockM + lane_row, first_column = first_key + lane_column;
+        int first[2], last[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        first[r] = row + 8 * r + args.band_lo - first_column;
-        last[r] = min(row + 8 * r + args.band_hi, args.seq_k - 1) - first_column;
+        for (int r = 0; r < 2; ++r) {
+          first[r] = row + 8 * r + args.band_lo - first_column;
+          last[r] = min(row + 8 * r + args.band_hi, args.seq_k - 1) - first_column;
+        }
+        mask_before(s, first);
+        mask_after(s, last);
       }
-      mask_before(s, first);
-      mask_after(s, last);
       if (coarse) {
         const float high[2] = {ptx::load_shared_float(stats.high(lane_row)), ptx::load_shared_float(stats.high(lane_row + 8))};
 #pragma unroll
@@ -134,7 +137,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       ptx::mbarrier_wait(shared.full_q(q_ring.stage()), q_ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
       if constexpr (Tile::kMasked) {
-        block_mask.load_bits(args, work, told_slot());
+        block_mask.load(args, work, told_slot());
         at.hear(bwd_visit(shared, told_slot()), bwd_visit_head(shared, told_slot()));
       }
       ptx::wgmma_fence();

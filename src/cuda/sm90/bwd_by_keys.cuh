@@ -105,21 +105,23 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     // All that is not done to every block: scores of keys that a query does not see, of rows with a `high`.
     const auto mask = [&](const BwdWord<Tile::kMasked>& visit, const BwdStats<kBlockM>& stats, bool coarse) {
       const int m = visit.m();
-      if (args.sign != 1.f) {
+      if (!Tile::kMasked && args.sign != 1.f) {
 #pragma unroll
         for (float& score : s) score *= args.sign;
       }
-      block_mask.template apply<kBFloat16>(args, work, told_slot(), s);
-      const int first_column = m * kBlockM + lane_column, row = first_key + lane_row;
-      int first[2], last[2];
+      block_mask.remove(args, visit, s);
+      if (!Tile::kMasked || visit.edge()) {
+        const int first_column = m * kBlockM + lane_column, row = first_key + lane_row;
+        int first[2], last[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int j = row + 8 * r;
-        first[r] = j < args.seq_k ? j - args.band_hi - first_column : kBlockM;
-        last[r] = j - args.band_lo - first_column;
+        for (int r = 0; r < 2; ++r) {
+          const int j = row + 8 * r;
+          first[r] = j < args.seq_k ? j - args.band_hi - first_column : kBlockM;
+          last[r] = j - args.band_lo - first_column;
+        }
+        mask_before(s, first);
+        mask_after(s, last);
       }
-      mask_before(s, first);
-      mask_after(s, last);
       if (coarse) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; ++i) {
@@ -155,10 +157,16 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       fwd_delay(FwdPoint::kStore);
       stage_piece(shared.piece(consumer()), dq, thread);
     };
+    // What the mask has to say of the block in turn; before this consumer's turn, which is not to wait for it.
+    const auto ask_mask = [&] {
+      if constexpr (Tile::kMasked) {
+        ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());  // with which the loader tells of the block
+        block_mask.load(args, work, told_slot());
+      }
+    };
     const auto begin_scores = [&] {
       ptx::mbarrier_wait(shared.full_q(ring.stage()), ring.phase());
       fwd_delay(FwdPoint::kKeyThere);
-      if constexpr (Tile::kMasked) block_mask.load_bits(args, work, told_slot());
       ptx::wgmma_fence();
       issue_scores();
     };
@@ -207,8 +215,12 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       ptx::wgmma_settle(s);
       const BwdWord<Tile::kMasked> visit = bwd_visit(shared, told_slot());
       const bool coarse = any_coarse(flag);
-      if (visit.edge() || !visit.kept(consumer()) || coarse) {
+      const auto add_values = [&] { block_mask.template add_values<kBFloat16>(args, work, told_slot(), s); };
+      if constexpr (Tile::kValuesUnderSums) add_values();
+      const bool values_left = !Tile::kValuesUnderSums && block_mask.adds(args, visit);
+      if (visit.edge() || values_left || block_mask.removes(args, visit) || coarse) {
         finish_before();  // first: a mask needs registers that its products have
+        if constexpr (!Tile::kValuesUnderSums) add_values();
         mask(visit, stats, coarse);
         make_probabilities(stats);
       } else {
@@ -239,6 +251,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       }
     };
 
+    ask_mask();
     begin_scores();
     make_scores(std::false_type());
     // The gradients of the tile before lie where dS goes.
@@ -257,6 +270,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       lay_scores();
       const Ring<2> now = ring;
       ring.advance();
+      ask_mask();
       ptx::barrier_sync(order(consumer()), kConsumerThreads);
       begin_scores();
       begin_sums(now);

@@ -3,23 +3,20 @@
 #pragma once
 
 #include "../../ptx/arithmetic.cuh"
-#include "bwd_blocks.cuh"
-#include "fwd_softmax.cuh"
+#include "bwd_values.cuh"
 
 namespace flashsdpa {
-
-// Where a warp lays down 16 rows x 32 columns of values, as floats, for its lanes to take as their accumulators are laid out.
-// Neither the rows of one column, nor the rows of a fragment, share a bank.
-__device__ inline uint32_t bwd_value_offset(int row, int column) {
-  return 4 * (row * kBwdMaskColumns + (column ^ (8 * (row % 4) + 2 * (row / 4))));
-}
 
 // Without a mask: nothing.
 template <typename Tile, bool kMasked = Tile::kMasked>
 struct BwdBlockMask {
   __device__ BwdBlockMask(const BwdShared<Tile>&, int, int) {}
   template <bool kBFloat16, int kCount>
-  __device__ void apply(const BwdArgs&, const FwdWork&, int, float (&)[kCount]) const {}
+  __device__ void add_values(const BwdArgs&, const FwdWork&, int, float (&)[kCount]) const {}
+  __device__ bool adds(const BwdArgs&, const BwdWord<false>&) const { return false; }
+  __device__ bool removes(const BwdArgs&, const BwdWord<false>&) const { return false; }
+  template <int kCount>
+  __device__ void remove(const BwdArgs&, const BwdWord<false>&, float (&)[kCount]) const {}
 };
 
 template <typename Tile>
@@ -38,45 +35,50 @@ struct BwdBlockMask<Tile, true> {
   __device__ BwdBlockMask(const BwdShared<Tile>& its_shared, int key, int its_thread)
       : shared(its_shared), consumer_key(key), thread(its_thread) {}
   __device__ int lane() const { return thread % ptx::kWarpLanes; }
-  __device__ int warp_row() const { return thread / ptx::kWarpLanes * kBwdMaskRows; }  // of the consumer's 64
+  __device__ int warp_row() const { return thread / ptx::kWarpLanes * 16; }  // of the consumer's 64
   __device__ GranuleClass kind(const BwdArgs& args, const BwdWord<true>& told) const {
     const GranuleClass its_kind = told.of(Tile::kByKeys ? consumer_key / kKeys : 0);
     return its_kind == kMixed && !args.mask.values ? kBits : its_kind;  // a plan alone: only what is removed is known
   }
 
-  // The bits of a block, to arrive under the product. `slot`: of what the loader told of it.
-  __device__ void load_bits(const BwdArgs& args, const FwdWork& work, int slot) {
-    const BwdWord<true> told = bwd_visit(shared, slot);
+  // What the mask has to say of a block, to arrive under the product. `slot`: of what the loader told of it.
+  __device__ void load(const BwdArgs& args, const FwdWork& work, int slot) {
+    const GranuleClass its_kind = kind(args, bwd_visit(shared, slot));
 #pragma unroll
     for (int w = 0; w < kWords; ++w) bits[w] = 0;
-    if (kind(args, told) != kBits) return;
-    const int head = bwd_visit_head(shared, slot);
-    const int key = work.row + consumer_key + (Tile::kByKeys ? warp_row() : 0);
-    const int first_query = told.m() * Tile::kBlockM + (Tile::kByKeys ? lane() : warp_row() + lane() / 4);
-    const int32_t* plan = args.mask.plan + work.batch * args.mask.plan_batch + head * args.mask.plan_head +
-                          args.mask.bits_offset + (args.mask.one_key ? 0 : key / 32);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const int query = first_query + (Tile::kByKeys ? ptx::kWarpLanes : 8) * w;
-      bits[w] = uint32_t(__ldg(plan + min(query, args.mask.queries - 1) * args.mask.bits_stride));
-    }
-  }
-
-  // s: scaled by now, as values are added to it.
-  template <bool kBFloat16, int kCount>
-  __device__ void apply(const BwdArgs& args, const FwdWork& work, int slot, float (&s)[kCount]) const {
-    const GranuleClass its_kind = kind(args, bwd_visit(shared, slot));
+    if (its_kind == kBits) load_bits(args, work, slot);
     if (its_kind == kMixed) {
-      add<kBFloat16>(args.mask, work, slot, s);
-    } else if (its_kind != kFull) {
-      keep(s);
+      __syncwarp();  // the values of the block before have been read
+      with_values(args.mask, [&](const auto& values) { values.load(args.mask, origin(args.mask, work, slot)); });
     }
   }
 
- private:
-  // kBits; kEmpty, all bits of which are 0.
+  // Whether add_values has anything to do.
+  __device__ bool adds(const BwdArgs& args, const BwdWord<true>& told) const {
+    return args.sign != 1.f || kind(args, told) == kMixed;
+  }
+  // Scores scaled, where that comes before values, and the values added.
+  template <bool kBFloat16, int kCount>
+  __device__ void add_values(const BwdArgs& args, const FwdWork& work, int slot, float (&s)[kCount]) const {
+    if (args.sign != 1.f) {
+#pragma unroll
+      for (float& score : s) score *= args.sign;
+    }
+    if (kind(args, bwd_visit(shared, slot)) != kMixed) return;
+    with_values(args.mask, [&](const auto& values) {
+      values.template add<kBFloat16>(args.mask, [&] { return origin(args.mask, work, slot); }, s);
+    });
+  }
+
+  // Whether `remove` has anything to do.
+  __device__ bool removes(const BwdArgs& args, const BwdWord<true>& told) const {
+    const GranuleClass its_kind = kind(args, told);
+    return its_kind == kBits || its_kind == kEmpty;
+  }
+  // Scores whose bit is 0; of a granule that keeps nothing, all bits are.
   template <int kCount>
-  __device__ void keep(float (&s)[kCount]) const {
+  __device__ void remove(const BwdArgs& args, const BwdWord<true>& told, float (&s)[kCount]) const {
+    if (!removes(args, told)) return;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {  // eight columns, of which the lane has two
 #pragma unroll
@@ -97,48 +99,33 @@ struct BwdBlockMask<Tile, true> {
     }
   }
 
-  // Through shared memory, 32 columns at a time. -inf removes a score also where it is NaN.
-  template <bool kBFloat16, int kCount>
-  __device__ void add(const FwdMask& mask, const FwdWork& work, int slot, float (&s)[kCount]) const {
-    constexpr int kPart = kBwdMaskColumns / 2;  // of a lane's scores
-    const int row = lane() / 4;
+ private:
+  // act(values of the type that the mask has)
+  template <typename Act>
+  __device__ void with_values(const FwdMask& mask, const Act& act) const {
     const uint32_t values = shared.values(consumer_key / kKeys, thread / ptx::kWarpLanes);
-#pragma unroll
-    for (int part = 0; part < kCount / kPart; ++part) {
-      __syncwarp();  // what was there before has been read
-      lay_down<kBFloat16>(mask, work, slot, part, values);
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kPart; i += 2) {
-        float value[2];
-        const int column = score_column(i) + 2 * (lane() % 4);
-        ptx::load_shared_floats(values + bwd_value_offset(row + 8 * score_row(i), column), value[0], value[1]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = s[part * kPart + i + e];
-          score = value[e] == kMinusInfinity ? kMinusInfinity : score + value[e];
-        }
-      }
+    if (mask.dtype == DType::kFloat32) {
+      act(BwdValues<Tile, 4>{values, lane()});
+    } else {
+      act(BwdValues<Tile, 2>{values, lane()});
     }
   }
+  __device__ BwdValuesOrigin origin(const FwdMask& mask, const FwdWork& work, int slot) const {
+    return {work.batch * mask.stride_batch + bwd_visit_head(shared, slot) * mask.stride_head,
+            bwd_visit(shared, slot).m() * Tile::kBlockM + (Tile::kByKeys ? 0 : warp_row()),
+            work.row + consumer_key + (Tile::kByKeys ? warp_row() : 0)};
+  }
 
-  // The values of 32 columns, neighbouring lanes taking neighbouring keys.
-  template <bool kBFloat16>
-  __device__ void lay_down(const FwdMask& mask, const FwdWork& work, int slot, int part, uint32_t values) const {
+  __device__ void load_bits(const BwdArgs& args, const FwdWork& work, int slot) {
     const int head = bwd_visit_head(shared, slot);
-    constexpr int kRowLanes = Tile::kByKeys ? kBwdMaskRows : ptx::kWarpLanes;  // by keys: 16 keys of two queries at a time
-    const int key = lane() % kRowLanes, first_key = work.row + consumer_key + (Tile::kByKeys ? warp_row() : 0);
-    const int first_query = bwd_visit(shared, slot).m() * Tile::kBlockM + (Tile::kByKeys ? part * kBwdMaskColumns : warp_row());
-    const bool wide = mask.dtype == DType::kFloat32;
-    const int64_t origin = work.batch * mask.stride_batch + head * mask.stride_head + min(first_key + key, mask.keys - 1) * mask.stride_key;
-#pragma unroll 4
-    for (int t = 0; t < kBwdMaskRows; ++t) {
-      const int query = Tile::kByKeys ? 2 * t + lane() / kRowLanes : t;
-      const int64_t at = origin + min(first_query + query, mask.queries - 1) * mask.stride_query;
-      const float value = wide ? __ldg(static_cast<const float*>(mask.values) + at)
-                               : ptx::unpack<kBFloat16>(__ldg(static_cast<const uint16_t*>(mask.values) + at));
-      ptx::store_shared_4(values + (Tile::kByKeys ? bwd_value_offset(key, query) : bwd_value_offset(query, key)),
-                          __float_as_uint(value));
+    const int key = work.row + consumer_key + (Tile::kByKeys ? warp_row() : 0);
+    const int first_query = bwd_visit(shared, slot).m() * Tile::kBlockM + (Tile::kByKeys ? lane() : warp_row() + lane() / 4);
+    const int32_t* plan = args.mask.plan + work.batch * args.mask.plan_batch + head * args.mask.plan_head +
+                          args.mask.bits_offset + (args.mask.one_key ? 0 : key / 32);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int query = first_query + (Tile::kByKeys ? ptx::kWarpLanes : 8) * w;
+      bits[w] = uint32_t(__ldg(plan + min(query, args.mask.queries - 1) * args.mask.bits_stride));
     }
   }
 };

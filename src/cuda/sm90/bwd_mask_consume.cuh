@@ -21,9 +21,38 @@ __device__ inline void bwd_mask_lay_values(const BwdMaskArgs& args, const BwdMas
   const int64_t plane = tile.batch * mask.stride_batch + tile.head * mask.stride_head;
   const int64_t rows[2] = {plane + min(tile.m * Tile::kBlockM + row, mask.queries - 1) * mask.stride_query,
                            plane + min(tile.m * Tile::kBlockM + row + 8, mask.queries - 1) * mask.stride_query};
+  const int first_key = tile.n * Tile::kBlockN + column;
+  // Pairs that lie together are all asked for at once: the registers of the scores are free yet.
+  const auto lay_pairs = [&](auto type) {
+    using Pair = decltype(type);
+    Pair pairs[Tile::kBlockN / 4];
+#pragma unroll
+    for (int pair = 0; pair < Tile::kBlockN / 4; ++pair) {
+      const int64_t at = rows[pair % 2] + min(first_key + score_column(2 * pair), mask.keys - 2);
+      pairs[pair] = __ldg(reinterpret_cast<const Pair*>(static_cast<const char*>(mask.values) + at * (sizeof(Pair) / 2)));
+    }
+#pragma unroll
+    for (int pair = 0; pair < Tile::kBlockN / 4; ++pair) {
+      if constexpr (sizeof(Pair) == 8) {
+        ptx::store_shared_8(shared.values(pair, thread), pairs[pair].x, pairs[pair].y);
+      } else {
+        float low, high;
+        ptx::unpack<kBFloat16>(pairs[pair], low, high);
+        ptx::store_shared_8(shared.values(pair, thread), __float_as_uint(low), __float_as_uint(high));
+      }
+    }
+  };
+  if (mask.vectors && mask.keys % 2 == 0) {
+    if (wide) {
+      lay_pairs(uint2());
+    } else {
+      lay_pairs(uint32_t());
+    }
+    return;
+  }
 #pragma unroll 8
   for (int pair = 0; pair < Tile::kBlockN / 4; ++pair) {
-    const int key = tile.n * Tile::kBlockN + score_column(2 * pair) + column;
+    const int key = first_key + score_column(2 * pair);
     const int64_t at = rows[pair % 2] + min(key, mask.keys - 1) * mask.stride_key;
     const int64_t step = key + 1 < mask.keys ? mask.stride_key : 0;
     float low, high;

@@ -11,8 +11,8 @@
 
 namespace flashsdpa {
 
-// Values of an additive mask that a warp brings into shared memory at a time.
-constexpr int kBwdMaskRows = 16, kBwdMaskColumns = 32;
+// Bytes of an additive mask's values that a warp asks for and reads at a time (by keys).
+constexpr int kBwdValuesPart = 1024;
 
 struct BwdChoice {
   int block_m, block_n, consumers;
@@ -77,7 +77,13 @@ struct BwdTile {
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
   static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
   static constexpr bool kDvApart = kByKeys && !kMasked;
-  static constexpr int kStatsOffset = kPiecesEnd + (kDvApart ? kVBytes : 0);
+  // Values of an additive mask, of one warp: by columns a block of them, also of float32; by keys the same at 128 columns, and three
+  // quarters of a block of 16-bit values at 64, where there is no room for more.
+  static constexpr int kValuesBytes = !kMasked ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;
+  // By keys: whether there are registers to add them while dV and dK of the block before are under way.
+  static constexpr bool kValuesUnderSums = kMasked && kDim > 64;
+  static constexpr int kValuesOffset = kPiecesEnd + (kDvApart ? kVBytes : 0);
+  static constexpr int kStatsOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
   static constexpr int kDvOffset = kDvApart ? kPiecesEnd : kByKeys ? kScoreOffset : kVOffset;
   static constexpr int kDkOffset = kDvApart ? kScoreOffset : kByKeys ? kScoreOffset + kVBytes : kKOffset;
   static_assert(!kByKeys || kDkOffset + kKBytes <= (kDvApart ? kPieceOffset : kPiecesEnd));
@@ -86,9 +92,7 @@ struct BwdTile {
   // an adder reads is at most four blocks behind what the loader writes.
   static constexpr int kVisits = kMasked ? 8 : kStages;
   static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;
-  static constexpr int kValuesBytes = kMasked ? kBwdMaskRows * kBwdMaskColumns * int(sizeof(float)) : 0;  // of one warp
-  static constexpr int kValuesOffset = kVisitOffset + kVisits * 8;
-  static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
+  static constexpr int kBarrierOffset = kVisitOffset + kVisits * 8;
   static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 6 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base

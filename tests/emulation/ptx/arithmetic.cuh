@@ -14,6 +14,11 @@ template <bool kBFloat16>
 float unpack(uint16_t element) {
   return emulation::to_float(element, kBFloat16);
 }
+template <bool kBFloat16>
+void unpack(uint32_t pair, float& low, float& high) {
+  low = unpack<kBFloat16>(static_cast<uint16_t>(pair));
+  high = unpack<kBFloat16>(static_cast<uint16_t>(pair >> 16));
+}
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 

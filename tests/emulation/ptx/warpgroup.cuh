@@ -76,4 +76,21 @@ inline void stmatrix_x4_transposed(uint32_t shared, uint32_t r0, uint32_t r1, ui
   }
 }
 
+template <bool kTransposed>
+void ldmatrix_x4(uint32_t shared, uint32_t (&r)[4]) {
+  const int lane = lane_of_thread();
+  if (shared % 16) emulation::fail("a load at a misaligned shared memory address");
+  for (int tile = 0; tile < 4; ++tile) {
+    r[tile] = 0;
+    for (int half = 0; half < 2; ++half) {
+      const int along = 2 * (lane % 4) + half, across = lane / 4;
+      const uint32_t row = __shfl_sync(0xffffffffu, shared, 8 * tile + (kTransposed ? along : across));
+      const uint32_t at = row + 2 * static_cast<uint32_t>(kTransposed ? across : along);
+      uint16_t element;
+      std::memcpy(&element, emulation::shared_bytes(*emulation::current().block, at, 2, false), 2);
+      r[tile] |= static_cast<uint32_t>(element) << 16 * half;
+    }
+  }
+}
+
 }  // namespace flashsdpa::ptx
