@@ -86,6 +86,8 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     if (work.empty()) {
       store_zero_gradients<Tile>(args, work, consumer * ptx::kWarpgroupThreads + thread);
       if (elected) {
+        bwd_wait_k(shared, tile_ring);
+        bwd_wait_v(shared, tile_ring);
         ptx::mbarrier_arrive(shared.empty_k(0));
         ptx::mbarrier_arrive(shared.empty_v());
       }
@@ -128,8 +130,8 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     for (auto& box : dv) {
       for (float& value : box) value = 0.f;
     }
-    ptx::mbarrier_wait(shared.full_k(0), bwd_k_ring<Tile>(tile_ring).phase());
-    ptx::mbarrier_wait(shared.full_v(), bwd_v_ring(tile_ring).phase());
+    bwd_wait_k(shared, tile_ring);
+    bwd_wait_v(shared, tile_ring);
 
 #pragma unroll 1
     for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {

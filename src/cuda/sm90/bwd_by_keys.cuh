@@ -108,6 +108,8 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     if (work.empty()) {
       store_zero_gradients<Tile>(args, work, consumer() * ptx::kWarpgroupThreads + thread);
       settle_gradients();
+      bwd_wait_k(shared, tile_ring);
+      bwd_wait_v(shared, tile_ring);
       free_stage(shared.empty_v());
       if constexpr (!Tile::kKeysAhead) free_stage(shared.empty_k(0));
       bwd_leave_work(shared, tile_ring, lane);
@@ -147,7 +149,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     for (float& value : dv) value = 0.f;
     ptx::wgmma_settle(dk);
     ptx::wgmma_settle(dv);
-    ptx::mbarrier_wait(shared.full_k(k_stage()), bwd_k_ring<Tile>(tile_ring).phase());
+    bwd_wait_k(shared, tile_ring);
 
     // dS for all consumers: laid down, and, behind what is begun meanwhile, given (below).
     const auto lay_scores = [&] {
@@ -227,7 +229,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         finish_before();
       }
       ptx::mbarrier_wait(shared.full_grad_out(ring.stage()), ring.phase());
-      if constexpr (!kSecond) ptx::mbarrier_wait(shared.full_v(), bwd_v_ring(tile_ring).phase());
+      if constexpr (!kSecond) bwd_wait_v(shared, tile_ring);
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();

@@ -125,6 +125,16 @@ __device__ inline Ring<Tile::kStagesK> bwd_k_ring(const Ring<kTileSlots>& ring) 
   return {ring.count};
 }
 __device__ inline Ring<1> bwd_v_ring(const Ring<kTileSlots>& ring) { return {ring.count}; }
+// Until both have come; also of a tile without blocks, whose places would else be freed before they are taken.
+template <typename Tile>
+__device__ inline void bwd_wait_k(const BwdShared<Tile>& shared, const Ring<kTileSlots>& ring) {
+  const auto k_ring = bwd_k_ring<Tile>(ring);
+  ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
+}
+template <typename Tile>
+__device__ inline void bwd_wait_v(const BwdShared<Tile>& shared, const Ring<kTileSlots>& ring) {
+  ptx::mbarrier_wait(shared.full_v(), bwd_v_ring(ring).phase());
+}
 template <typename Tile>
 __device__ inline void bwd_leave_work(const BwdShared<Tile>& shared, Ring<kTileSlots>& ring, int lane) {
   __syncwarp();
