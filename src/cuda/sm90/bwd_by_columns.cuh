@@ -60,7 +60,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
   };
   // dQ^T of one box: 64 columns x queries.
   const auto issue_piece = [&](int box) {
-    const uint64_t a = ptx::wgmma_operand(shared.k() + box * Tile::kKeyBoxBytes), b = ptx::wgmma_operand(shared.scores(1));
+    const uint64_t a = ptx::wgmma_operand(shared.k(0) + box * Tile::kKeyBoxBytes), b = ptx::wgmma_operand(shared.scores(1));
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
       ptx::Wgmma<kBlockM>::template ss<kBFloat16, 0, 1>(
@@ -85,6 +85,12 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     if (work.end()) break;
     if (work.empty()) {
       store_zero_gradients<Tile>(args, work, consumer * ptx::kWarpgroupThreads + thread);
+      if (elected) {
+        bwd_wait_k(shared, tile_ring);
+        bwd_wait_v(shared, tile_ring);
+        ptx::mbarrier_arrive(shared.empty_k(0));
+        ptx::mbarrier_arrive(shared.empty_v());
+      }
       bwd_leave_work(shared, tile_ring, lane);
       continue;
     }
@@ -127,9 +133,8 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     for (auto& box : dv) {
       for (float& value : box) value = 0.f;
     }
-    const uint32_t kv_phase = bwd_kv_phase(shared, tile_ring);
-    ptx::mbarrier_wait(shared.full_k(), kv_phase);
-    ptx::mbarrier_wait(shared.full_v(), kv_phase);
+    bwd_wait_k(shared, tile_ring);
+    bwd_wait_v(shared, tile_ring);
 
 #pragma unroll 1
     for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {
@@ -141,7 +146,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
         at.hear(bwd_visit(shared, told_slot()), bwd_visit_head(shared, told_slot()));
       }
       ptx::wgmma_fence();
-      issue_scores(s, std::integral_constant<int, Tile::kDim>(), q, shared.k());
+      issue_scores(s, std::integral_constant<int, Tile::kDim>(), q, shared.k(0));
       ptx::mbarrier_wait(shared.full_grad_out(grad_out_ring.stage()), grad_out_ring.phase());
       ptx::wgmma_fence();
       issue_scores(dp, std::integral_constant<int, Tile::kDimV>(), grad_out, shared.v());
@@ -218,17 +223,18 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      stage_columns<kBlockN, kBFloat16>(shared.dk() + box(i) * Tile::kKeyBoxBytes, dk[i], args.grad_scale, thread);
+      stage_columns<kBlockN, kBFloat16>(shared.dk(0) + box(i) * Tile::kKeyBoxBytes, dk[i], args.grad_scale, thread);
     }
     ptx::fence_proxy_shared();
     meet();
-    store_gradients(args, shared, work, consumer * ptx::kWarpgroupThreads + thread);
+    store_gradients(args, shared, 0, work, consumer * ptx::kWarpgroupThreads + thread);
     bwd_leave_work(shared, tile_ring, lane);
     if (!(args.dk.tma && args.dv.tma)) meet();  // all have read their part
     if (elected) {
       ptx::tma_store_wait_read();
       fwd_delay(FwdPoint::kFree);
-      ptx::mbarrier_arrive(shared.empty_kv());
+      ptx::mbarrier_arrive(shared.empty_k(0));
+      ptx::mbarrier_arrive(shared.empty_v());
     }
   }
 }

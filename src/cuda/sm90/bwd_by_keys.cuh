@@ -36,6 +36,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   Ring<kTileSlots> tile_ring;
   static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
 
+  const auto k_stage = [&] { return bwd_k_ring<Tile>(tile_ring).stage(); };
   const auto told_slot = [&] { return int(ring.count % Tile::kVisits); };  // of the block in turn
   const auto free_stage = [&](uint32_t barrier) {
     fwd_delay(FwdPoint::kFree);
@@ -43,7 +44,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   };
   // S^T of the Q in turn, for the keys of this consumer.
   const auto issue_scores = [&] {
-    const uint64_t a = ptx::wgmma_operand(shared.k() + own_key() * kBoxRowBytes);
+    const uint64_t a = ptx::wgmma_operand(shared.k(k_stage()) + own_key() * kBoxRowBytes);
     const uint64_t b = ptx::wgmma_operand(shared.q(ring.stage()));
 #pragma unroll
     for (int step = 0; step < Tile::kDim / 16; ++step) {
@@ -78,7 +79,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   const auto issue_piece = [&](const Ring<2>& at) {
     const uint32_t box = own_key() / kConsumerRows * Tile::kKeyBoxBytes;
     const uint32_t shared_a = shared.scores(at.stage()) + (kPieceByQueries ? box : 0);
-    const uint32_t shared_b = shared.k() + (kPieceByQueries ? 0 : box);
+    const uint32_t shared_b = shared.k(k_stage()) + (kPieceByQueries ? 0 : box);
     const uint64_t a = ptx::wgmma_operand(shared_a), b = ptx::wgmma_operand(shared_b);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
@@ -86,6 +87,15 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
                                                               ptx::wgmma_advance(b, step * 16 * kBoxRowBytes), step > 0);
     }
     ptx::wgmma_commit();
+  };
+
+  // The gradients of the tile before, which lie where dS goes, and, where K is ahead, in its K, have been read.
+  const auto settle_gradients = [&] {
+    if (elected()) ptx::tma_store_wait_read();
+    ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
+    if (Tile::kKeysAhead && elected() && tile_ring.count > 0) {
+      ptx::mbarrier_arrive(shared.empty_k(bwd_k_ring<Tile>(Ring<kTileSlots>{tile_ring.count - 1}).stage()));
+    }
   };
 
   // Consumers begin their products in turn, so that one's run under the other's exponentials.
@@ -97,6 +107,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     if (work.end()) break;
     if (work.empty()) {
       store_zero_gradients<Tile>(args, work, consumer() * ptx::kWarpgroupThreads + thread);
+      settle_gradients();
+      bwd_wait_k(shared, tile_ring);
+      bwd_wait_v(shared, tile_ring);
+      free_stage(shared.empty_v());
+      if constexpr (!Tile::kKeysAhead) free_stage(shared.empty_k(0));
       bwd_leave_work(shared, tile_ring, lane);
       continue;
     }
@@ -136,9 +151,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     for (float& value : dv) value = 0.f;
     ptx::wgmma_settle(dk);
     ptx::wgmma_settle(dv);
-    const uint32_t kv_phase = bwd_kv_phase(shared, tile_ring);
-    ptx::mbarrier_wait(shared.full_k(), kv_phase);
-    ptx::mbarrier_wait(shared.full_v(), kv_phase);
+    bwd_wait_k(shared, tile_ring);
 
     // dS for all consumers: laid down, and, behind what is begun meanwhile, given (below).
     const auto lay_scores = [&] {
@@ -228,6 +241,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         finish_before();
       }
       ptx::mbarrier_wait(shared.full_grad_out(ring.stage()), ring.phase());
+      if constexpr (!kSecond) bwd_wait_v(shared, tile_ring);
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();
@@ -254,9 +268,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ask_mask();
     begin_scores();
     make_scores(std::false_type());
-    // The gradients of the tile before lie where dS goes.
-    if (elected()) ptx::tma_store_wait_read();
-    ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
+    settle_gradients();
     const uint32_t first = ring.count;
     const auto give = [&](uint32_t at) {  // the dS of block `at`, the piece of the block before
       ptx::fence_proxy_shared();
@@ -278,6 +290,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       give(now.count);
       make_scores(std::true_type());
     }
+    free_stage(shared.empty_v());  // all of dP is computed
     lay_scores();
     ptx::wgmma_fence();
     begin_sums(ring);
@@ -288,18 +301,19 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     free_stage(shared.full_piece(consumer()));
     ring.advance();
 
-    free_stage(shared.empty_kv());
     ptx::wgmma_settle(dv);
     ptx::wgmma_settle(dk);
-    if constexpr (Tile::kDvApart) stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
-    // Once all consumers are done with dS (and the adders with dQ), the rest goes there.
-    if constexpr (!Tile::kDvApart) ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+    // Once all consumers are done with dS and K, or, with a mask, with dS, and the adders with dQ, dV and dK go there.
+    if constexpr (!Tile::kKeysAhead) {
+      free_stage(shared.empty_k(0));
+      ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+    }
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
-    if constexpr (!Tile::kDvApart) stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
-    stage_rows<kBlockN, kBFloat16>(shared.dk(), dk, args.grad_scale, key, thread);
+    stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
+    stage_rows<kBlockN, kBFloat16>(shared.dk(Tile::kKeysAhead ? k_stage() : 0), dk, args.grad_scale, key, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
-    store_gradients(args, shared, bwd_take_work(shared, tile_ring), consumer() * ptx::kWarpgroupThreads + thread);
+    store_gradients(args, shared, k_stage(), bwd_take_work(shared, tile_ring), consumer() * ptx::kWarpgroupThreads + thread);
     bwd_leave_work(shared, tile_ring, lane);
   }
   if (consumer() == 0) ptx::barrier_sync(order(0), kConsumerThreads);  // the arrival that is left over

@@ -13,7 +13,7 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
   std::conditional_t<Tile::kMasked, BwdPlanWalk<Tile>, BwdVisit> at;
-  uint32_t kv_phase = 0, next = 0;
+  uint32_t next = 0;
   const auto claim = [&] {
     if (loader == 0) next = atomicAdd(args.counter, 1u);
   };
@@ -24,7 +24,6 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
       work = bwd_work<Tile>(args, next);
       fwd_put_work<false>(shared.tile(tile_ring.stage()), work);
-      ptx::store_shared_4(shared.tile(tile_ring.stage()) + kKvPhaseOffset, kv_phase);
       if constexpr (!Tile::kMasked) ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
     if constexpr (!kAlone) {
@@ -39,9 +38,18 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
         ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
       }
     }
+    const auto k_ring = bwd_k_ring<Tile>(tile_ring);
+    const auto v_ring = bwd_v_ring(tile_ring);
     tile_ring.advance();
     if (work.end()) break;
+    const FwdSlot k_slot{shared.k(k_ring.stage()), shared.full_k(k_ring.stage()), shared.empty_k(k_ring.stage()), k_ring.phase() ^ 1};
+    const FwdSlot v_slot{shared.v(), shared.full_v(), shared.empty_v(), v_ring.phase() ^ 1};
     if (work.empty()) {
+      const auto pass = [](const FwdSlot& slot) {
+        ptx::mbarrier_wait(slot.empty, slot.empty_parity);
+        ptx::mbarrier_arrive(slot.full);
+      };
+      if (kAlone || loader == 0) pass(k_slot), pass(v_slot);
       claim();
       continue;
     }
@@ -71,15 +79,16 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
       grad_out_ring.advance();
     };
 
-    // In the order in which consumers wait, but that the first Q does not wait for the memory of K and V.
+    const auto load_k = [&] {
+      load_rows<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kNone, kAlone, Tile::kLoaders, /*kWords=*/false>(
+          k_slot, args.k, &args.map_k, work.row, work.head, work.batch, loader);
+    };
+    // In the order in which consumers wait, but that the first Q does not wait for the memory of K.
+    if constexpr (Tile::kKeysAhead) load_k();
     load_q();
-    load_rows<Tile::kBlockN, Tile::kBoxes, ptx::Reuse::kNone, kAlone, Tile::kLoaders, /*kWords=*/false>(
-        {shared.k(), shared.full_k(), shared.empty_kv(), kv_phase ^ 1}, args.k, &args.map_k, work.row, work.head, work.batch,
-        loader);
+    if constexpr (!Tile::kKeysAhead) load_k();
     load_rows<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kNone, kAlone, Tile::kLoaders, /*kWords=*/false>(
-        {shared.v(), shared.full_v(), shared.empty_kv(), kv_phase ^ 1}, args.v, &args.map_v, work.row, work.head, work.batch,
-        loader);
-    kv_phase ^= 1;
+        v_slot, args.v, &args.map_v, work.row, work.head, work.batch, loader);
     load_grad_out();
     at.advance(args, work);
 #pragma unroll 1

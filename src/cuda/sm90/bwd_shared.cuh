@@ -15,7 +15,7 @@ enum class BwdBarrier : int { kConsumers = 2, kOrder = 3 /* + consumer */ };
 template <typename Tile>
 struct BwdShared {
   uint32_t base;
-  __device__ uint32_t k() const { return base + Tile::kKOffset; }
+  __device__ uint32_t k(int stage) const { return base + Tile::kKOffset + stage * Tile::kKBytes; }
   __device__ uint32_t v() const { return base + Tile::kVOffset; }
   __device__ uint32_t q(int stage) const { return base + Tile::kQOffset + stage * Tile::kQBytes; }
   __device__ uint32_t grad_out(int stage) const { return base + Tile::kGradOutOffset + stage * Tile::kGradOutBytes; }
@@ -26,15 +26,17 @@ struct BwdShared {
   __device__ uint32_t values(int consumer, int warp) const {
     return base + Tile::kValuesOffset + (consumer * kWarpsPerGroup + warp) * Tile::kValuesBytes;
   }
-  __device__ uint32_t dk() const { return base + Tile::kDkOffset; }
+  __device__ uint32_t dk(int stage) const { return base + Tile::kDkOffset + stage * Tile::kKBytes; }
   __device__ uint32_t dv() const { return base + Tile::kDvOffset; }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
 
-  __device__ uint32_t full_k() const { return barrier(0); }
-  __device__ uint32_t full_v() const { return barrier(1); }
-  __device__ uint32_t empty_kv() const { return barrier(2); }
-  __device__ uint32_t full_q(int stage) const { return barrier(3 + stage); }  // Q and the stats
-  __device__ uint32_t empty_q(int stage) const { return barrier(3 + Tile::kStages + stage); }
+  // K and V go round with the tiles; of one without blocks nothing is loaded.
+  __device__ uint32_t full_v() const { return barrier(0); }
+  __device__ uint32_t empty_v() const { return barrier(1); }
+  __device__ uint32_t full_k(int stage) const { return barrier(2 + stage); }
+  __device__ uint32_t empty_k(int stage) const { return barrier(2 + Tile::kStagesK + stage); }
+  __device__ uint32_t full_q(int stage) const { return barrier(kQ + stage); }  // Q and the stats
+  __device__ uint32_t empty_q(int stage) const { return barrier(kQ + Tile::kStages + stage); }
   __device__ uint32_t full_grad_out(int stage) const { return barrier(kGradOut + stage); }
   __device__ uint32_t empty_grad_out(int stage) const { return barrier(kGradOut + Tile::kStagesGradOut + stage); }
   __device__ uint32_t full_scores(int buffer) const { return barrier(kScores + buffer); }
@@ -49,7 +51,7 @@ struct BwdShared {
   __device__ uint32_t empty_tile(int slot) const { return barrier(kTiles + kTileSlots + slot); }
 
  private:
-  static constexpr int kGradOut = 3 + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
+  static constexpr int kQ = 2 + 2 * Tile::kStagesK, kGradOut = kQ + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
   static constexpr int kTiles = kScores + 10;
   static_assert(kTiles + 2 * kTileSlots == Tile::kBarriers);
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
@@ -58,9 +60,12 @@ struct BwdShared {
 template <typename Tile>
 __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
   constexpr int kConsumerWarps = Tile::kConsumers * kWarpsPerGroup;
-  ptx::mbarrier_init(shared.full_k(), 1);
   ptx::mbarrier_init(shared.full_v(), 1);
-  ptx::mbarrier_init(shared.empty_kv(), Tile::kByKeys ? kConsumerWarps : 1);
+  ptx::mbarrier_init(shared.empty_v(), Tile::kByKeys ? kConsumerWarps : 1);
+  for (int s = 0; s < Tile::kStagesK; ++s) {
+    ptx::mbarrier_init(shared.full_k(s), 1);
+    ptx::mbarrier_init(shared.empty_k(s), Tile::kByKeys && !Tile::kKeysAhead ? kConsumerWarps : 1);
+  }
   for (int s = 0; s < Tile::kStages; ++s) {
     ptx::mbarrier_init(shared.full_q(s), 1);
     ptx::mbarrier_init(shared.empty_q(s), kConsumerWarps);
@@ -114,11 +119,21 @@ __device__ inline FwdWork bwd_take_work(const BwdShared<Tile>& shared, const Rin
   ptx::mbarrier_wait(shared.full_tile(ring.stage()), ring.phase());
   return fwd_get_work<false>(shared.tile(ring.stage()));
 }
-// Behind it, the phase of the barriers of K and V, which consumers need not keep then.
-constexpr int kKvPhaseOffset = 20;
+// Where K and V of the tile in turn are: they go round with the tiles.
 template <typename Tile>
-__device__ inline uint32_t bwd_kv_phase(const BwdShared<Tile>& shared, const Ring<kTileSlots>& ring) {
-  return ptx::load_shared_4(shared.tile(ring.stage()) + kKvPhaseOffset);
+__device__ inline Ring<Tile::kStagesK> bwd_k_ring(const Ring<kTileSlots>& ring) {
+  return {ring.count};
+}
+__device__ inline Ring<1> bwd_v_ring(const Ring<kTileSlots>& ring) { return {ring.count}; }
+// Until both have come; also of a tile without blocks, whose places would else be freed before they are taken.
+template <typename Tile>
+__device__ inline void bwd_wait_k(const BwdShared<Tile>& shared, const Ring<kTileSlots>& ring) {
+  const auto k_ring = bwd_k_ring<Tile>(ring);
+  ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
+}
+template <typename Tile>
+__device__ inline void bwd_wait_v(const BwdShared<Tile>& shared, const Ring<kTileSlots>& ring) {
+  ptx::mbarrier_wait(shared.full_v(), bwd_v_ring(ring).phase());
 }
 template <typename Tile>
 __device__ inline void bwd_leave_work(const BwdShared<Tile>& shared, Ring<kTileSlots>& ring, int lane) {

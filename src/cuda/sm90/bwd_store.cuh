@@ -92,11 +92,11 @@ __device__ inline void store_zeros(const FwdTensor& tensor, BwdOrigin at, int th
 }
 
 template <typename Tile>
-__device__ inline void store_gradients(const BwdArgs& args, const BwdShared<Tile>& shared, const FwdWork& work, int thread) {
+__device__ inline void store_gradients(const BwdArgs& args, const BwdShared<Tile>& shared, int stage, const FwdWork& work, int thread) {
   constexpr int kThreads = Tile::kConsumers * ptx::kWarpgroupThreads;
   const BwdOrigin at{work.row, work.head, work.batch};
   store_tile<Tile::kBlockN, Tile::kBoxesV>(shared.dv(), args.dv, &args.map_dv, at, thread, kThreads);
-  store_tile<Tile::kBlockN, Tile::kBoxes>(shared.dk(), args.dk, &args.map_dk, at, thread, kThreads);
+  store_tile<Tile::kBlockN, Tile::kBoxes>(shared.dk(stage), args.dk, &args.map_dk, at, thread, kThreads);
 }
 
 template <typename Tile>

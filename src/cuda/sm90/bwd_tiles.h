@@ -66,34 +66,35 @@ struct BwdTile {
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
-  // Shared memory, from a base aligned to 1024 bytes. By keys: two buffers of dS, then dQ; when a tile is done dK takes the place of
-  // dS, and dV has its own, so that neither waits for the last dQ to be added. With a mask there is no room for that, and dV
-  // and dK take the place of dS and dQ. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
+  // Shared memory, from a base aligned to 1024 bytes. By keys: K twice, so that the next tile's is there when a tile ends; two buffers
+  // of dS, then dQ. When a tile is done dV takes the place of dS, and dK that of its own K, so that neither waits for the last
+  // dQ to be added. With a mask there is no room for that, and dV and dK take the place of dS and dQ. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
+  static constexpr bool kKeysAhead = kByKeys && !kMasked;
+  static constexpr int kStagesK = kKeysAhead ? 2 : 1;
   static constexpr int kKOffset = 0;
-  static constexpr int kVOffset = kKOffset + kKBytes;
+  static constexpr int kVOffset = kKOffset + kStagesK * kKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
   static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
-  static constexpr bool kDvApart = kByKeys && !kMasked;
   // Values of an additive mask, of one warp: by columns a block of them, also of float32; by keys the same at 128 columns, and three
   // quarters of a block of 16-bit values at 64, where there is no room for more.
   static constexpr int kValuesBytes = !kMasked ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;
   // By keys: whether there are registers to add them while dV and dK of the block before are under way.
   static constexpr bool kValuesUnderSums = kMasked && kDim > 64;
-  static constexpr int kValuesOffset = kPiecesEnd + (kDvApart ? kVBytes : 0);
+  static constexpr int kValuesOffset = kPiecesEnd;
   static constexpr int kStatsOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
-  static constexpr int kDvOffset = kDvApart ? kPiecesEnd : kByKeys ? kScoreOffset : kVOffset;
-  static constexpr int kDkOffset = kDvApart ? kScoreOffset : kByKeys ? kScoreOffset + kVBytes : kKOffset;
-  static_assert(!kByKeys || kDkOffset + kKBytes <= (kDvApart ? kPieceOffset : kPiecesEnd));
+  static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
+  static constexpr int kDkOffset = kByKeys && !kKeysAhead ? kScoreOffset + kVBytes : kKOffset;  // of the first stage of K
+  static_assert(!kByKeys || (kKeysAhead ? kDvOffset + kVBytes <= kPieceOffset : kDkOffset + kKBytes <= kPiecesEnd));
   static constexpr int kStatsFloats = kBwdStats * kBlockM + kBwdFlags, kStatsBytes = kStatsFloats * int(sizeof(float));
   // A slot for each stage: see bwd_visit_word. Of a mask, more of them: the adders read them too, behind the consumers. What
   // an adder reads is at most four blocks behind what the loader writes.
   static constexpr int kVisits = kMasked ? 8 : kStages;
   static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;
   static constexpr int kBarrierOffset = kVisitOffset + kVisits * 8;
-  static constexpr int kBarriers = 3 + 2 * kStages + 2 * kStagesGradOut + 4 + 6 + 2 * kTileSlots;
+  static constexpr int kBarriers = 2 + 2 * kStagesK + 2 * kStages + 2 * kStagesGradOut + 4 + 6 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);
