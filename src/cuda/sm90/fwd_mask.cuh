@@ -8,27 +8,36 @@
 
 namespace flashsdpa {
 
-// The bits of a lane's two rows for one block of keys.
+// The bits of a lane's two rows for one block of keys. Nothing may be done with them where they are asked for: it would wait for
+// them there.
 template <typename Tile>
 struct FwdBits {
   static constexpr int kWords = Tile::kBlockN / 32;
   uint32_t words[2][kWords];
 
-  // Only a kBits block has any.
+  // Only a kBits block has any; none is kept of others.
   __device__ void load(const FwdMask& mask, const int32_t* plan, GranuleClass kind, const int (&query)[2], int n) {
+    if (kind == kBits) {
+      const int32_t* first = plan + mask.bits_offset + (mask.one_key ? 0 : n * kWords);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (kind == kBits) {
-        const int32_t* row = plan + mask.bits_offset + min(query[half], mask.queries - 1) * mask.bits_stride;
-        load_row(row + (mask.one_key ? 0 : n * kWords), words[half]);
-        if (mask.one_key) {
+      for (int half = 0; half < 2; ++half) {
+        load_row(first + min(query[half], mask.queries - 1) * mask.bits_stride, words[half]);
+      }
+    } else {
 #pragma unroll
-          for (int w = 0; w < kWords; ++w) words[half][w] = words[half][0];
-        }
-      } else {
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) words[half][w] = 0;
       }
+    }
+  }
+
+  // The first word is for all keys.
+  __device__ void repeat() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int w = 1; w < kWords; ++w) words[half][w] = words[half][0];
     }
   }
 
@@ -136,7 +145,8 @@ struct FwdValues {
 template <typename Tile, bool kMasked = Tile::kMasked>
 struct BlockMask {  // without a mask: all there is to know is the number, which the consumer counts down itself
   __device__ BlockMask(const FwdArgs&, uint32_t, int) {}
-  __device__ void start(const FwdArgs&, const FwdWork&, int) {}
+  __device__ void expect(uint32_t) {}
+  __device__ void start(const FwdArgs&, const FwdWork&, int, int) {}
   __device__ void take(const FwdArgs&, uint32_t, int, int&) {}
   __device__ bool more(int n, int first) const { return n >= first; }
   template <bool kBFloat16, int kCount>
@@ -145,15 +155,17 @@ struct BlockMask {  // without a mask: all there is to know is the number, which
   __device__ void remove(const FwdArgs&, float (&)[kCount]) const {}
 };
 
+// What the mask has to say of a block is asked for while the products of the block before run: between the turns of a consumer
+// there is nothing that hides a wait, or so much as the instructions that find the address.
 template <typename Tile>
 struct BlockMask<Tile, true> {
   const int warp, lane;
   const int32_t* plan;
   int64_t plane;  // of the values
   int first_query;
-  bool final;
-  GranuleClass kind;
-  FwdBits<Tile> bits;
+  GranuleClass kind;                    // of the block in turn
+  FwdBits<Tile> bits, next_bits;        // of it, and of the one after
+  uint32_t next;                        // FwdBlock::word of the block after
   const uint32_t values_shared;  // this warp's
 
   __device__ BlockMask(const FwdArgs&, uint32_t consumer_values, int thread)
@@ -169,34 +181,41 @@ struct BlockMask<Tile, true> {
       act(FwdValues<Tile, 2>{values_shared});
     }
   }
-  // `row`: the consumer's first query.
-  __device__ void start(const FwdArgs& args, const FwdWork& work, int row) {
+  // The word of the block after is in `slot`.
+  __device__ void expect(uint32_t slot) { next = __shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0); }
+  // A tile, whose first block is expected. `row`: the consumer's first query.
+  __device__ void start(const FwdArgs& args, const FwdWork& work, int row, int consumer) {
     plan = plan_of<Tile>(args, work);
     plane = work.batch * args.mask.stride_batch + fwd_first_head<Tile>(args, work.head) * args.mask.stride_head;
     first_query = row;
-    final = false;
+    ask(args, consumer);
   }
   __device__ int query(const FwdArgs& args, int row_of_warp) const {
     const int row = warp * kMaskRows + row_of_warp;
     return first_query + (Tile::kFew ? row / args.few.pack : row);
   }
-  // The word that came with the block of K. What the mask has to say is asked for at once, to arrive under the product.
+  // The block after becomes the one in turn: its products are issued, and `slot` came with its K.
   __device__ void take(const FwdArgs& args, uint32_t slot, int consumer, int& n) {
-    const FwdBlock block = FwdBlock::from(__shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0));
+    const FwdBlock block = FwdBlock::from(next);
     n = block.n;
-    final = block.final;
     kind = block.of(consumer);
-    if (kind == kMixed && !args.mask.values) kind = kBits;  // a plan alone: of values only what they remove is known
-    bits.load(args.mask, plan, kind, {query(args, lane / 4), query(args, lane / 4 + 8)}, n);
+    bits = next_bits;
     if (kind == kMixed) {
       __syncwarp();  // the values of the block before have been read
       with_values(args, [&](auto values) { values.load(args.mask, plane, n, lane, [&](int r) { return query(args, r); }); });
     }
+    expect(slot);
+    ask(args, consumer);
   }
-  __device__ bool more(int, int) const { return !final; }
+  // The bits of the block after.
+  __device__ void ask(const FwdArgs& args, int consumer) {
+    const FwdBlock block = FwdBlock::from(next);
+    next_bits.load(args.mask, plan, block.of(consumer), {query(args, lane / 4), query(args, lane / 4 + 8)}, block.n);
+  }
+  __device__ bool more(int, int) const { return !FwdBlock::from(next).none(); }
 
   template <bool kBFloat16, int kCount>
-  __device__ void apply(const FwdArgs& args, float (&s)[kCount]) const {
+  __device__ void apply(const FwdArgs& args, float (&s)[kCount]) {
     if (args.sign != 1.f) {
 #pragma unroll
       for (float& score : s) score *= args.sign;
@@ -206,6 +225,7 @@ struct BlockMask<Tile, true> {
         values.template for_each<kBFloat16>(lane, s, [](float& score, float value) { score += value; });
       });
     } else if (kind != kFull) {
+      if (args.mask.one_key) bits.repeat();
       bits.apply(s, lane);
     }
   }

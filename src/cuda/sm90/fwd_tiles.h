@@ -78,7 +78,8 @@ struct FwdTile {
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kValuesBytes;
   static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
-  static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: 4 bytes for each stage of K
+  static constexpr int kTileBlockOffset = 24;  // in a slot, after FwdWork: masked, the word of the tile's first block
+  static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: a word with each stage of K
   static constexpr int kSharedBytes = kBlockOffset + (kMasked ? kStages * 4 : 0) + 1024;  // 1024: to align the base
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
