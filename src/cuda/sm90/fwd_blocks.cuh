@@ -51,7 +51,6 @@ struct PlanWalk {
   const int32_t* entries[kRows];  // of the row's list
   int next[kRows];                // the entry to come; -1: no more
   bool one_key;                   // all keys are alike, so all blocks are
-  bool values;                    // else, a plan alone: of values only what they remove is known
   int first, alike;               // alike: the block to come then
 
   __device__ void start(const FwdArgs& args, const FwdWork& work) {
@@ -74,7 +73,6 @@ struct PlanWalk {
     }
     first = work.first;
     one_key = mask.one_key;
-    values = mask.values;
     alike = any ? work.last - 1 : -1;
   }
 
@@ -85,7 +83,7 @@ struct PlanWalk {
       block.n = alike--;
 #pragma unroll
       for (int c = 0; c < kRows; ++c) {
-        if (next[c] >= 0) block.classes |= for_consumer(c, __ldg(entries[c]) & 3);
+        if (next[c] >= 0) block.classes |= uint32_t(__ldg(entries[c]) & 3) << 2 * c;
       }
       return block;
     }
@@ -106,14 +104,9 @@ struct PlanWalk {
       int all = found[0];
 #pragma unroll
       for (int g = 1; g < kGranules; ++g) all = join_classes(all, found[g]);
-      block.classes |= for_consumer(c, all);
+      block.classes |= uint32_t(all) << 2 * c;
     }
     return block;
-  }
-
- private:
-  __device__ uint32_t for_consumer(int c, int granule_class) const {
-    return uint32_t(granule_class == kMixed && !values ? kBits : granule_class) << 2 * c;
   }
 };
 

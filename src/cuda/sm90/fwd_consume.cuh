@@ -68,7 +68,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
     fwd_delay(FwdPoint::kKeyThere);
   };
-  // While its products run, and before its K is freed.
+  // Before its K is freed.
   const auto take_block = [&] { block_mask.take(args, shared.block(k_ring.stage()), consumer, n); };
   const auto wait_for_value = [&] { ptx::mbarrier_wait(shared.full_v(v_ring.stage()), v_ring.phase()); };
   // S = Q K^T of the stage in turn.
@@ -153,8 +153,9 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
     q_phase ^= 1;
     wait_for_key();
+    if (!Tile::kTakeUnderProducts) take_block();
     issue_scores();
-    take_block();
+    if (Tile::kTakeUnderProducts) take_block();
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(s);
     free_scores();
@@ -169,12 +170,13 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll 1
     for (--n; block_mask.more(n, range.first); --n) {
       wait_for_key();
+      if (!Tile::kTakeUnderProducts) take_block();
       turn.wait();
       issue_scores();
       wait_for_value();
       issue_output();
       turn.pass();
-      take_block();
+      if (Tile::kTakeUnderProducts) take_block();
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       free_scores();

@@ -47,6 +47,8 @@ struct FwdTile {
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
+  // Masked: a block is taken up while its products run, or, where O leaves no registers for both, before.
+  static constexpr bool kTakeUnderProducts = kDimV <= 128;
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
 
   // The roles share what the block has at launch, equal parts of the register file of 64 K in steps of 8 a thread; a role that
