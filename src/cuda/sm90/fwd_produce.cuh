@@ -85,9 +85,9 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory. With a mask
     // a step takes a while; it is taken before a wait for memory that is needed later than K's.
     const auto step = [&] { return ahead.none() ? ahead : walk.step(); };
-    const bool only = ahead.none();  // one block
     load_k();
     FwdBlock after = step();
+    if (Tile::kMasked && ahead.none()) claim();  // one block
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
       const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
@@ -106,7 +106,6 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     }
     const int last = block.n;
     if constexpr (Tile::kMasked) {
-      if (only) claim();
       begin_tile();
     } else {
       claim();
