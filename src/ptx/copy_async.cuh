@@ -5,14 +5,18 @@
 
 namespace flashsdpa::ptx {
 
-// Four bytes, both addresses multiples of 4; of these the first `bytes` are read, the rest become zero.
-__device__ inline void copy_async_4(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+// kBytes bytes, 4, 8 or 16, both addresses multiples of that; of these the first `bytes` are read, the rest become zero.
+template <int kBytes>
+__device__ inline void copy_async(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(kBytes), "r"(bytes) : "memory");
 }
 
-// Sixteen bytes, both addresses multiples of 16.
-__device__ inline void copy_async_16(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+// Ends a group: the copies that this thread has begun since the last one, perhaps none.
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until no more than kGroups of this thread's groups are under way, the latest. Copies count as its ordinary writes of shared memory.
+template <int kGroups>
+__device__ inline void copy_async_wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // Until all copies of this thread are done. They count as its ordinary writes of shared memory.

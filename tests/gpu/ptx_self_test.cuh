@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kPairs = 64 * 32;
 __global__ void __launch_bounds__(kThreads) copy_pairs(const uint16_t* from, uint16_t* out) {
   const uint32_t tile = prepare(0);
-  for (int i = threadIdx.x; i < kPairs; i += kThreads) copy_async_4(tile + 4 * i, from + 2 * i, 2 * (i % 3));
+  for (int i = threadIdx.x; i < kPairs; i += kThreads) copy_async<4>(tile + 4 * i, from + 2 * i, 2 * (i % 3));
   copy_async_wait();
   __syncthreads();
   for (int i = threadIdx.x; i < 2 * kPairs; i += kThreads) out[i] = load_shared_2(tile + 2 * i);

@@ -25,7 +25,8 @@ struct FwdTensor {
 // The order in which tiles (query block, head) are visited. Heads go in sections whose K and V fit the L2 cache; in a
 // section, all heads of the last query block, then of the block before it, and so on. Where later blocks see more keys
 // (`longest_first`) this is done in passes: first the later half of the blocks in all sections, then the later half of
-// the rest, ..., so that the tiles left for the end, when blocks run out of work at different times, are short.
+// the rest, ..., so that the tiles left for the end, when blocks run out of work at different times, are short. With a mask alone,
+// of whose rows nothing is known here, there are no passes, and the last section takes the heads that are left over.
 struct FwdOrder {
   uint32_t tiles, blocks_m, heads, section;  // few queries: `tiles` counts a tile once for each split
   bool longest_first;
@@ -80,6 +81,7 @@ struct FwdArgs {
   float sign;                // -1, 0, 1; with an additive mask scale is 1 and this is the scale itself
   FwdFew few;
   FwdMask mask;
+  uint32_t mask_sections;  // masked: sections of heads; the last may be longer
 };
 
 }  // namespace flashsdpa

@@ -1,5 +1,6 @@
 // Which key blocks a tile visits, last first: all of its band, or those that the mask plan leaves of it. With a mask the producer
-// walks the plan and tells the consumers, with each block of K, its number and what there is to do to it.
+// walks the plan and tells the consumers the number of each block and what there is to do to it: of the first one with the tile,
+// of the others with the block of K before.
 #pragma once
 
 #include "../../ptx/warpgroup.cuh"
@@ -16,12 +17,11 @@ namespace flashsdpa {
 struct FwdBlock {
   int n;             // key block; -1: there is none
   uint32_t classes;  // 2 bits a consumer
-  bool final;        // the last one of its tile
 
   __device__ bool none() const { return n < 0; }
   __device__ GranuleClass of(int consumer) const { return GranuleClass(classes >> 2 * consumer & 3); }
-  __device__ uint32_t word() const { return uint32_t(n) << 8 | classes << 1 | uint32_t(final); }
-  __device__ static FwdBlock from(uint32_t word) { return {int(word >> 8), word >> 1 & 0x3f, bool(word & 1)}; }
+  __device__ uint32_t word() const { return uint32_t(n) << 8 | classes; }
+  __device__ static FwdBlock from(uint32_t word) { return {int(word) >> 8, word & 0xff}; }
 };
 
 // The plan for a tile of work. Where rows are heads too, the heads of a pack have one mask.
@@ -37,7 +37,7 @@ struct RangeWalk {
     next = work.last - 1;
     first = work.first;
   }
-  __device__ FwdBlock step() { return {next >= first ? next-- : -1, 0, false}; }
+  __device__ FwdBlock step() { return {next >= first ? next-- : -1, 0}; }
 };
 
 // The key blocks of one tile that hold a score which plan and band both keep, last first. For one thread.
@@ -77,7 +77,7 @@ struct PlanWalk {
   }
 
   __device__ FwdBlock step() {
-    FwdBlock block{-1, 0, false};
+    FwdBlock block{-1, 0};
     if (one_key) {
       if (alike < first) return block;
       block.n = alike--;
@@ -91,7 +91,7 @@ struct PlanWalk {
     for (int c = 0; c < kRows; ++c) {
       if (next[c] >= 0) block.n = max(block.n, (__ldg(entries[c] + next[c]) >> 2) / kGranules);
     }
-    if (block.n < first) return {-1, 0, false};
+    if (block.n < first) return {-1, 0};
 #pragma unroll
     for (int c = 0; c < kRows; ++c) {
       int found[kGranules] = {};  // kEmpty

@@ -68,6 +68,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     ptx::mbarrier_wait(shared.full_k(k_ring.stage()), k_ring.phase());
     fwd_delay(FwdPoint::kKeyThere);
   };
+  // Before its K is freed.
   const auto take_block = [&] { block_mask.take(args, shared.block(k_ring.stage()), consumer, n); };
   const auto wait_for_value = [&] { ptx::mbarrier_wait(shared.full_v(v_ring.stage()), v_ring.phase()); };
   // S = Q K^T of the stage in turn.
@@ -116,6 +117,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   const auto next_tile = [&] {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
     const FwdWork next = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
+    block_mask.expect(shared.tile_block(tile_ring.stage()));
     __syncwarp();
     free_stage(shared.empty_tile(tile_ring.stage()));
     tile_ring.advance();
@@ -145,14 +147,15 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     const FwdWork work = next_tile();
     if (work.end()) break;
     range = fwd_range<Tile>(args, work, consumer);
-    block_mask.start(args, work, range.row);
+    block_mask.start(args, work, range.row, consumer);
     n = range.last - 1;
     skip(work.last - range.last);
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
     q_phase ^= 1;
     wait_for_key();
-    take_block();
+    if (!Tile::kTakeUnderProducts) take_block();
     issue_scores();
+    if (Tile::kTakeUnderProducts) take_block();
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(s);
     free_scores();
@@ -167,12 +170,13 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll 1
     for (--n; block_mask.more(n, range.first); --n) {
       wait_for_key();
-      take_block();
+      if (!Tile::kTakeUnderProducts) take_block();
       turn.wait();
       issue_scores();
       wait_for_value();
       issue_output();
       turn.pass();
+      if (Tile::kTakeUnderProducts) take_block();
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       free_scores();

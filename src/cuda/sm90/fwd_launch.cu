@@ -55,12 +55,14 @@ FwdOrder make_order(const Problem& p, const FwdPlan& plan) {
   order.blocks_m = static_cast<uint32_t>(plan.blocks_m);
   order.heads = static_cast<uint32_t>(heads);
   order.longest_first = !p.band.open();  // of a mask nothing is known here: last rows first, in sections
-  // These of equal size: a small last one would end with its longest tiles, which all begin at once.
-  const int64_t equal_section = ceil_div(heads, ceil_div(heads, section) * group) * group;
-  order.section = static_cast<uint32_t>(
-      std::min(heads, fwd_equal_tiles(p) ? group : order.longest_first ? section : equal_section));
+  order.section = static_cast<uint32_t>(std::min(heads, fwd_equal_tiles(p) ? group : section));
   order.tiles = static_cast<uint32_t>(plan.tiles * plan.splits);
   return order;
+}
+
+// Whole sections alone: a small last one would end with its longest tiles, which all begin at once.
+uint32_t mask_sections(const FwdOrder& order) {
+  return order.longest_first ? UINT32_MAX : std::max<uint32_t>(1, order.heads / std::max<uint32_t>(1, order.section));
 }
 
 int64_t row_floats(const Problem& p) { return ceil_div(p.dim_v, 4) * 4; }
@@ -115,7 +117,10 @@ const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const Curren
   args.band_hi = static_cast<int32_t>(std::clamp(p.band.hi, -p.seq_q, p.seq_k));
   args.scale = p.scale == 0 ? 1.f : static_cast<float>(std::fabs(p.scale));
   args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
-  if (has_mask(p)) args.mask = make_mask(p);
+  if (has_mask(p)) {
+    args.mask = make_mask(p);
+    args.mask_sections = mask_sections(args.order);
+  }
   if (args.mask.values) args.scale = 1.f, args.sign = static_cast<float>(p.scale);
   args.few.heads_q = static_cast<int32_t>(p.heads_q);
   args.few.group = static_cast<int32_t>(plan.group);
@@ -160,11 +165,13 @@ void describe_forward_sm90(const void* params, KernelDetail* detail) {
   const FwdPlan plan = fwd_plan(f.problem, processors, /*may_split=*/true);
   FwdArgs args{};
   reach_all(f, FwdSizes(f.problem), plan, &args);
+  const char* schedule = fwd_equal_tiles(f.problem)  ? "a head's tiles together, taken as blocks get free"
+                         : !f.problem.band.open() ? "longest tiles first, taken as blocks get free"
+                                                  : "some heads' tiles together, last rows first, taken as blocks get free";
   *detail = {static_cast<int32_t>(plan.instance->consumers * plan.queries),
              plan.instance->block_n,
              plan.instance->stages,
-             fwd_equal_tiles(f.problem) ? "a head's tiles together, taken as blocks get free"
-                                   : "longest tiles first, taken as blocks get free",
+             schedule,
              {args.q.tma, args.k.tma, args.v.tma, args.out.tma},
              plan.splits,
              static_cast<int32_t>(plan.pack)};

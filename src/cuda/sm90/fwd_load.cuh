@@ -38,7 +38,7 @@ __device__ inline void load_tile_words(uint32_t shared, const FwdTensor& tensor,
       const int column = box * kBoxColumns + 2 * lane;
       const int elements = row ? clamp_to(tensor.columns - column, 0, 2) : 0;
       const uint16_t* source = elements > 0 ? row + column : tensor.data;
-      ptx::copy_async_4(shared + swizzled_offset<kRows>(r, box * 8 + lane / 4) + lane % 4 * 4, source,
+      ptx::copy_async<4>(shared + swizzled_offset<kRows>(r, box * 8 + lane / 4) + lane % 4 * 4, source,
                         elements * kElementBytes);
     }
   }

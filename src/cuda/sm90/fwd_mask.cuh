@@ -8,33 +8,41 @@
 
 namespace flashsdpa {
 
-// The bits of a lane's two rows for one block of keys.
+constexpr int kMaskRows = 16;  // of a warp
+
+// The bits of one block: 16 rows of each warp, in shared memory.
 template <typename Tile>
 struct FwdBits {
-  static constexpr int kWords = Tile::kBlockN / 32;
-  uint32_t words[2][kWords];
+  static constexpr int kWords = Tile::kBlockN / 32, kRowBytes = kWords * 4, kBytes = kMaskRows * kRowBytes;
+  uint32_t shared;  // this warp's
 
-  // Only a kBits block has any.
-  __device__ void load(const FwdMask& mask, const int32_t* plan, GranuleClass kind, const int (&query)[2], int n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (kind == kBits) {
-        const int32_t* row = plan + mask.bits_offset + min(query[half], mask.queries - 1) * mask.bits_stride;
-        load_row(row + (mask.one_key ? 0 : n * kWords), words[half]);
-        if (mask.one_key) {
-#pragma unroll
-          for (int w = 0; w < kWords; ++w) words[half][w] = words[half][0];
-        }
-      } else {
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) words[half][w] = 0;
-      }
-    }
+  // Starts the copy for block n. query(r): of the warp's row r.
+  template <typename Query>
+  __device__ void load(const FwdMask& mask, const int32_t* plan, int n, int lane, const Query& query) const {
+    if (lane >= kMaskRows) return;
+    const int32_t* row = plan + mask.bits_offset + min(query(lane), mask.queries - 1) * mask.bits_stride;
+    ptx::copy_async<kRowBytes>(shared + lane * kRowBytes, row + (mask.one_key ? 0 : n * kWords), kRowBytes);
   }
 
-  // Scores whose bit is 0 are removed.
+  // Scores whose bit is 0 are removed; all of them where none is kept, which is what the bits are not read for.
   template <int kCount>
-  __device__ void apply(float (&s)[kCount], int lane) const {
+  __device__ void apply(const FwdMask& mask, bool none, float (&s)[kCount], int lane) const {
+    uint32_t words[2][kWords] = {};
+    if (!none) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int w = 0; w < kWords; w += 2) {
+          const uint2 pair = ptx::load_shared_8(shared + (lane / 4 + 8 * half) * kRowBytes + 4 * w);
+          words[half][w] = pair.x;
+          words[half][w + 1] = pair.y;
+        }
+        if (mask.one_key) {
+#pragma unroll
+          for (int w = 1; w < kWords; ++w) words[half][w] = words[half][0];
+        }
+      }
+    }
     const int shift = 2 * (lane % 4);  // the lane's first column
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -43,32 +51,17 @@ struct FwdBits {
       s[i] = word >> column % 32 & 1 ? s[i] : kMinusInfinity;
     }
   }
-
- private:
-  __device__ static void load_row(const int32_t* row, uint32_t (&out)[2]) {
-    const uint2 pair = __ldg(reinterpret_cast<const uint2*>(row));
-    out[0] = pair.x;
-    out[1] = pair.y;
-  }
-  __device__ static void load_row(const int32_t* row, uint32_t (&out)[4]) {
-    const uint4 quad = __ldg(reinterpret_cast<const uint4*>(row));
-    out[0] = quad.x;
-    out[1] = quad.y;
-    out[2] = quad.z;
-    out[3] = quad.w;
-  }
 };
-
-constexpr int kMaskRows = 16;  // of a warp
 
 // An additive mask of one block: 16 rows of each warp, as they are in memory, in shared memory. kSize: bytes of a value, 4 for
 // float32, else 2 and q's type.
 //
-// The warp copies them while the block's product runs. Row r's 16-byte chunks are permuted, so that the 8 rows of a fragment, 128
-// to 512 bytes apart, lie in different banks.
+// The warp copies them while products run. Row r's 16-byte chunks are permuted, so that the 8 rows of a fragment, 128 to 512 bytes
+// apart, lie in different banks.
 template <typename Tile, int kSize>
 struct FwdValues {
   static constexpr int kRowBytes = Tile::kBlockN * kSize, kChunks = kRowBytes / 16;
+  static constexpr int kBytes = kMaskRows * kRowBytes;
   uint32_t shared;  // this warp's, a multiple of kRowBytes
 
   __device__ static int swizzle(int row) { return kSize == 4 ? row % 4 * 2 : row % 8; }
@@ -76,7 +69,7 @@ struct FwdValues {
     return shared + row * kRowBytes + (chunk ^ swizzle(row)) * 16;
   }
 
-  // Starts the copy of block n. query(r): of the warp's row r. The lanes have read what was there before.
+  // Starts the copy of block n. query(r): of the warp's row r.
   template <typename Query>
   __device__ void load(const FwdMask& mask, int64_t plane, int n, int lane, const Query& query) const {
     const int first = n * Tile::kBlockN;
@@ -86,9 +79,10 @@ struct FwdValues {
       const int chunk = lane % kChunks, column = first + chunk * kElements;
       const int there = clamp_to(mask.keys - column, 0, kElements);
       const char* source = static_cast<const char*>(mask.values) + (there ? column * kSize : 0);
-#pragma unroll 4
+      constexpr int kUnrolled = Tile::kTakeUnderProducts ? 4 : 1;
+#pragma unroll kUnrolled
       for (int row = lane / kChunks; row < kMaskRows; row += kPassRows) {
-        ptx::copy_async_16(chunk_address(row, chunk), source + row_start(row) * kSize, there * kSize);
+        ptx::copy_async<16>(chunk_address(row, chunk), source + row_start(row) * kSize, there * kSize);
       }
       return;
     }
@@ -111,8 +105,6 @@ struct FwdValues {
   // act(score, value) for all scores of the lane.
   template <bool kBFloat16, int kCount, typename Act>
   __device__ void for_each(int lane, float (&s)[kCount], const Act& act) const {
-    ptx::copy_async_wait();
-    __syncwarp();
     const int row = lane / 4;  // and 8 rows on, which are permuted alike
     const uint32_t address = shared + row * kRowBytes + swizzle(row) * 16 + lane % 4 * 2 * kSize;
 #pragma unroll
@@ -136,7 +128,8 @@ struct FwdValues {
 template <typename Tile, bool kMasked = Tile::kMasked>
 struct BlockMask {  // without a mask: all there is to know is the number, which the consumer counts down itself
   __device__ BlockMask(const FwdArgs&, uint32_t, int) {}
-  __device__ void start(const FwdArgs&, const FwdWork&, int) {}
+  __device__ void expect(uint32_t) {}
+  __device__ void start(const FwdArgs&, const FwdWork&, int, int) {}
   __device__ void take(const FwdArgs&, uint32_t, int, int&) {}
   __device__ bool more(int n, int first) const { return n >= first; }
   template <bool kBFloat16, int kCount>
@@ -145,76 +138,111 @@ struct BlockMask {  // without a mask: all there is to know is the number, which
   __device__ void remove(const FwdArgs&, float (&)[kCount]) const {}
 };
 
+// What the mask has to say of a block is asked for while the products of the block before run: between the turns of a consumer
+// there is nothing that hides a wait, or so much as the instructions that find an address. It goes to shared memory because there
+// are no registers for it. A warp's memory holds two blocks, or one whose values are floats: such a block asks for its own.
 template <typename Tile>
 struct BlockMask<Tile, true> {
   const int warp, lane;
   const int32_t* plan;
   int64_t plane;  // of the values
   int first_query;
-  bool final;
-  GranuleClass kind;
-  FwdBits<Tile> bits;
-  const uint32_t values_shared;  // this warp's
+  GranuleClass kind;      // of the block in turn
+  uint32_t next;          // FwdBlock::word of the block after
+  const uint32_t memory;  // this warp's
+  uint32_t offset = 0;    // there, of the block in turn
 
-  __device__ BlockMask(const FwdArgs&, uint32_t consumer_values, int thread)
-      : warp(thread / ptx::kWarpLanes),
-        lane(thread % ptx::kWarpLanes),
-        values_shared(consumer_values + warp * kMaskRows * Tile::kBlockN * 4) {}
-  // act(values of the type that the mask has)
+  static constexpr int kMemory = FwdValues<Tile, 4>::kBytes;
+  static_assert(2 * FwdValues<Tile, 2>::kBytes <= kMemory && FwdBits<Tile>::kBytes <= FwdValues<Tile, 2>::kBytes);
+
+  __device__ BlockMask(const FwdArgs&, uint32_t consumer_memory, int thread)
+      : warp(thread / ptx::kWarpLanes), lane(thread % ptx::kWarpLanes), memory(consumer_memory + warp * kMemory) {}
+  __device__ static bool floats(const FwdArgs& args) { return args.mask.values && args.mask.dtype == DType::kFloat32; }
+  // act(values there, of the type that the mask has)
   template <typename Act>
-  __device__ void with_values(const FwdArgs& args, const Act& act) const {
-    if (args.mask.dtype == DType::kFloat32) {
-      act(FwdValues<Tile, 4>{values_shared});
+  __device__ static void with_values(const FwdArgs& args, uint32_t there, const Act& act) {
+    if (floats(args)) {
+      act(FwdValues<Tile, 4>{there});
     } else {
-      act(FwdValues<Tile, 2>{values_shared});
+      act(FwdValues<Tile, 2>{there});
     }
   }
-  // `row`: the consumer's first query.
-  __device__ void start(const FwdArgs& args, const FwdWork& work, int row) {
+  __device__ uint32_t other_offset() const { return offset ^ FwdValues<Tile, 2>::kBytes; }
+  __device__ uint32_t in_turn(const FwdArgs& args) const { return memory + (floats(args) ? 0 : offset); }
+  // The word of the block after is in `slot`.
+  __device__ void expect(uint32_t slot) { next = __shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0); }
+  // A tile, whose first block is expected. `row`: the consumer's first query.
+  __device__ void start(const FwdArgs& args, const FwdWork& work, int row, int consumer) {
     plan = plan_of<Tile>(args, work);
     plane = work.batch * args.mask.stride_batch + fwd_first_head<Tile>(args, work.head) * args.mask.stride_head;
     first_query = row;
-    final = false;
+    if (!floats(args)) ask(args, FwdBlock::from(next), consumer, other_offset());
   }
-  __device__ int query(const FwdArgs& args, int row_of_warp) const {
-    const int row = warp * kMaskRows + row_of_warp;
-    return first_query + (Tile::kFew ? row / args.few.pack : row);
-  }
-  // The word that came with the block of K. What the mask has to say is asked for at once, to arrive under the product.
+  // The block after becomes the one in turn: its products are issued, and `slot` came with its K.
   __device__ void take(const FwdArgs& args, uint32_t slot, int consumer, int& n) {
-    const FwdBlock block = FwdBlock::from(__shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0));
+    const FwdBlock block = FwdBlock::from(next);
     n = block.n;
-    final = block.final;
-    kind = block.of(consumer);
-    if (kind == kMixed && !args.mask.values) kind = kBits;  // a plan alone: of values only what they remove is known
-    bits.load(args.mask, plan, kind, {query(args, lane / 4), query(args, lane / 4 + 8)}, n);
-    if (kind == kMixed) {
-      __syncwarp();  // the values of the block before have been read
-      with_values(args, [&](auto values) { values.load(args.mask, plane, n, lane, [&](int r) { return query(args, r); }); });
-    }
+    kind = kind_of(args, block, consumer);
+    expect(slot);
+    offset = other_offset();
+    ask(args, floats(args) ? block : FwdBlock::from(next), consumer, floats(args) ? 0 : other_offset());
   }
-  __device__ bool more(int, int) const { return !final; }
+  // A plan alone: of values only what they remove is known.
+  __device__ static GranuleClass kind_of(const FwdArgs& args, const FwdBlock& block, int consumer) {
+    const GranuleClass kind = block.of(consumer);
+    return kind == kMixed && !args.mask.values ? kBits : kind;
+  }
+  // Starts the copies for a block, to `there` in the warp's memory: one group, empty or not, for arrived() counts them.
+  __device__ void ask(const FwdArgs& args, const FwdBlock& block, int consumer, uint32_t there) const {
+    const GranuleClass asked = kind_of(args, block, consumer);
+    // Shuffled, so that the compiler does not keep for the whole tile what follows from it: there are no registers for that.
+    const int first = __shfl_sync(0xffffffffu, first_query, 0);
+    const auto query = [&](int row_of_warp) {
+      const int row = warp * kMaskRows + row_of_warp;
+      return first + (Tile::kFew ? row / args.few.pack : row);
+    };
+    if (asked == kBits || asked == kMixed) __syncwarp();  // all lanes have read what was there
+    if (asked == kBits) FwdBits<Tile>{memory + there}.load(args.mask, plan, block.n, lane, query);
+    if (asked == kMixed) {
+      with_values(args, memory + there, [&](auto values) { values.load(args.mask, plane, block.n, lane, query); });
+    }
+    ptx::copy_async_commit();
+  }
+  // What was asked for the block in turn is there, from all lanes.
+  __device__ void arrived(const FwdArgs& args) const {
+    if (floats(args)) {
+      ptx::copy_async_wait_for_all_but<0>();
+    } else {
+      ptx::copy_async_wait_for_all_but<1>();
+    }
+    __syncwarp();
+  }
+  __device__ bool more(int, int) const { return !FwdBlock::from(next).none(); }
 
   template <bool kBFloat16, int kCount>
   __device__ void apply(const FwdArgs& args, float (&s)[kCount]) const {
-    if (args.sign != 1.f) {
-#pragma unroll
-      for (float& score : s) score *= args.sign;
-    }
+    const float sign = args.sign;
     if (kind == kMixed) {
-      with_values(args, [&](auto values) {
-        values.template for_each<kBFloat16>(lane, s, [](float& score, float value) { score += value; });
+      arrived(args);
+      with_values(args, in_turn(args), [&](auto values) {
+        values.template for_each<kBFloat16>(lane, s, [&](float& score, float value) { score = fmaf(score, sign, value); });
       });
-    } else if (kind != kFull) {
-      bits.apply(s, lane);
+      return;
     }
+    if (sign != 1.f) {
+#pragma unroll
+      for (float& score : s) score *= sign;
+    }
+    if (kind == kFull) return;
+    if (kind == kBits) arrived(args);
+    FwdBits<Tile>{in_turn(args)}.apply(args.mask, kind == kEmpty, s, lane);
   }
 
   // -inf removes a score also where it is NaN or infinite, which adding it does not: for blocks in which a row's sum is not finite.
   template <bool kBFloat16, int kCount>
   __device__ void remove(const FwdArgs& args, float (&s)[kCount]) const {
     if (kind != kMixed) return;
-    with_values(args, [&](auto values) {
+    with_values(args, in_turn(args), [&](auto values) {
       values.template for_each<kBFloat16>(lane, s, [](float& score, float value) {
         if (value == kMinusInfinity) score = kMinusInfinity;
       });

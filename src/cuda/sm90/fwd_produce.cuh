@@ -25,14 +25,14 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
   // waits for memory.
   FwdWork work;
   std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk> walk;
-  FwdBlock block{-1, 0, false};
+  FwdBlock block{-1, 0};
   const auto first_block = [&] {
     if (work.end()) return;
     walk.start(args, work);
     block = walk.step();
     if (block.none()) {  // nothing to see: one block past the last key, of zeros
       const int past = (args.seq_k + Tile::kBlockN - 1) / Tile::kBlockN;
-      block = {past, 0, false};
+      block = {past, 0};
       work.first = past;
       work.last = past + 1;
     }
@@ -48,6 +48,7 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
       if constexpr (!Tile::kMasked) begin_tile();
       fwd_put_work<Tile::kFew>(shared.tile(tile_ring.stage()), work);
+      if constexpr (Tile::kMasked) ptx::store_shared_4(shared.tile_block(tile_ring.stage()), block.word());
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
     }
     if constexpr (!kAlone) {
@@ -59,13 +60,14 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     if (work.end()) break;
     const int head_kv = work.head / args.group, batch = work.batch;
 
+    FwdBlock ahead = walk.step();  // the block after `block`
     const auto load_k = [&] {
       const int stage = k_ring.stage();
       const FwdSlot slot{shared.k(stage), shared.full_k(stage), shared.empty_k(stage), k_ring.phase() ^ 1};
       if constexpr (Tile::kMasked) {
         if (thread == 0) {  // who completes `full`, so that the slot cannot be filled and emptied meanwhile
           ptx::mbarrier_wait(slot.empty, slot.empty_parity);
-          ptx::store_shared_4(shared.block(stage), block.word());
+          ptx::store_shared_4(shared.block(stage), ahead.word());
         }
       }
       load_rows<Tile::kBlockN, Tile::kBoxes, kKeyReuse, kAlone>(slot, args.k, &args.map_k, block.n * Tile::kBlockN, head_kv,
@@ -82,12 +84,10 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
 
     // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory. With a mask
     // a step takes a while; it is taken before a wait for memory that is needed later than K's.
-    FwdBlock ahead = walk.step();
     const auto step = [&] { return ahead.none() ? ahead : walk.step(); };
-    const bool only = ahead.none();  // one block
-    block.final = only;
     load_k();
     FwdBlock after = step();
+    if (Tile::kMasked && ahead.none()) claim();  // one block
 #pragma unroll 1
     for (int c = 0; c < Tile::kConsumers; ++c) {
       const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
@@ -99,15 +99,13 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
       const int last = block.n;
       block = ahead;
       ahead = after;
-      block.final = ahead.none();
       load_k();
       after = step();
-      if (Tile::kMasked && block.final) claim();
+      if (Tile::kMasked && ahead.none()) claim();
       load_v(last);
     }
     const int last = block.n;
     if constexpr (Tile::kMasked) {
-      if (only) claim();
       begin_tile();
     } else {
       claim();

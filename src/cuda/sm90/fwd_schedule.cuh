@@ -27,8 +27,10 @@ struct TilePlace {
   uint32_t block, head;  // head: batch * heads + head
 };
 
-// Where tile number `tile` < order.tiles is, of blocks that cost the more the higher their number.
-__device__ inline TilePlace place_of(const FwdOrder& order, uint32_t tile) {
+// Where tile number `tile` < order.tiles is, of blocks that cost the more the higher their number. kCounted: there are no
+// more than `sections` of heads without passes, and the last one takes all that are left.
+template <bool kCounted = false>
+__device__ inline TilePlace place_of(const FwdOrder& order, uint32_t tile, uint32_t sections = 0) {
   uint32_t top = order.blocks_m, low = 0, section = order.section;  // this pass: blocks low <= block < top
   if (order.longest_first) {
     constexpr uint32_t kLastPass = 4;
@@ -40,8 +42,11 @@ __device__ inline TilePlace place_of(const FwdOrder& order, uint32_t tile) {
       section = min(2 * section, order.heads);  // shorter tiles read half the keys
     }
   }
-  const uint32_t in_section = tile / ((top - low) * section), first_head = in_section * section;
-  const uint32_t within = tile - first_head * (top - low), heads = min(section, order.heads - first_head);
+  uint32_t in_section = tile / ((top - low) * section);
+  if constexpr (kCounted) in_section = min(in_section, sections - 1);
+  const uint32_t first_head = in_section * section, left = order.heads - first_head;
+  const uint32_t within = tile - first_head * (top - low);
+  const uint32_t heads = kCounted && in_section + 1 == sections ? left : min(section, left);
   return {top - 1 - within / heads, first_head + within % heads};
 }
 
@@ -56,7 +61,7 @@ __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
     work.split = int(tile % uint32_t(args.few.splits));
     tile /= uint32_t(args.few.splits);
   }
-  const TilePlace place = place_of(args.order, tile);
+  const TilePlace place = place_of<Tile::kMasked>(args.order, tile, args.mask_sections);
   work.row = int(place.block) * block_m;
   work.batch = int(place.head / args.heads_q);
   work.head = int(place.head % args.heads_q);

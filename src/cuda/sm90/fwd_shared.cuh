@@ -25,6 +25,7 @@ struct FwdShared {
   __device__ uint32_t full_tile(int slot) const { return barrier(kOfTiles + slot); }
   __device__ uint32_t empty_tile(int slot) const { return full_tile(kTileSlots + slot); }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
+  __device__ uint32_t tile_block(int slot) const { return tile(slot) + Tile::kTileBlockOffset; }
   __device__ uint32_t block(int stage) const { return base + Tile::kBlockOffset + 4 * stage; }
   __device__ uint32_t values(int consumer) const { return base + Tile::kValuesOffset + consumer * Tile::kValuesBytes; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }

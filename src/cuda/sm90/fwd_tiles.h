@@ -47,6 +47,8 @@ struct FwdTile {
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
+  // Masked: a block is taken up while its products run, or, where O leaves no registers for both, before.
+  static constexpr bool kTakeUnderProducts = kDimV <= 128;
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
 
   // The roles share what the block has at launch, equal parts of the register file of 64 K in steps of 8 a thread; a role that
@@ -78,7 +80,8 @@ struct FwdTile {
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kValuesBytes;
   static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
-  static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: 4 bytes for each stage of K
+  static constexpr int kTileBlockOffset = 24;  // in a slot, after FwdWork: masked, the word of the tile's first block
+  static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: a word with each stage of K
   static constexpr int kSharedBytes = kBlockOffset + (kMasked ? kStages * 4 : 0) + 1024;  // 1024: to align the base
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };

@@ -19,9 +19,15 @@ struct CopyAsync {
     emulation::wrote_shared(shared, size);
   }
 };
-inline std::unordered_map<const emulation::Thread*, std::vector<CopyAsync>> copies_under_way;
+struct CopyGroups {
+  std::vector<CopyAsync> open;
+  std::vector<std::vector<CopyAsync>> committed;
+};
+inline std::unordered_map<const emulation::Thread*, CopyGroups> copies_under_way;
 
-inline void copy_async(uint32_t shared, const void* global, uint32_t size, int bytes) {
+template <int kBytes>
+void copy_async(uint32_t shared, const void* global, int bytes) {
+  constexpr uint32_t size = kBytes;
   if (shared % size || reinterpret_cast<uintptr_t>(global) % size) {
     emulation::fail("an asynchronous copy at a misaligned address");
   }
@@ -29,15 +35,25 @@ inline void copy_async(uint32_t shared, const void* global, uint32_t size, int b
   if (emulation::random_number() % 2) {
     copy.make();
   } else {
-    copies_under_way[&emulation::current()].push_back(copy);
+    copies_under_way[&emulation::current()].open.push_back(copy);
   }
 }
-inline void copy_async_4(uint32_t shared, const void* global, int bytes) { copy_async(shared, global, 4, bytes); }
-inline void copy_async_16(uint32_t shared, const void* global, int bytes) { copy_async(shared, global, 16, bytes); }
+inline void copy_async_commit() {
+  CopyGroups& copies = copies_under_way[&emulation::current()];
+  copies.committed.push_back(std::move(copies.open));
+  copies.open.clear();
+}
+template <int kGroups>
+void copy_async_wait_for_all_but() {
+  auto& groups = copies_under_way[&emulation::current()].committed;
+  while (groups.size() > kGroups) {
+    for (const CopyAsync& copy : groups.front()) copy.make();
+    groups.erase(groups.begin());
+  }
+}
 inline void copy_async_wait() {
-  auto& copies = copies_under_way[&emulation::current()];
-  for (const CopyAsync& copy : copies) copy.make();
-  copies.clear();
+  copy_async_commit();
+  copy_async_wait_for_all_but<0>();
 }
 
 }  // namespace flashsdpa::ptx
