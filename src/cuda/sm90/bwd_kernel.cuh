@@ -6,7 +6,7 @@
 //
 // A tile is kBlockN keys of one head of k and v, against all query blocks that see one of them, of all query heads that
 // share the head. dK and dV of a tile stay in registers; dQ, to which many tiles add, is a sum of floats in scratch
-// memory, zeroed by the kernel before and rounded by the kernel after (bwd_rows.cuh). NOTES.md has the picture.
+// memory, zeroed by the kernel before and rounded by the kernel after (bwd_rows.cu). NOTES.md has the picture.
 #pragma once
 
 #include "../../params.h"

@@ -5,7 +5,7 @@
 //   warpgroup 0         producer: one warp or two (bwd_mask_produce.cuh)
 //   warpgroups 1, 2     consumers of 64 queries each (bwd_mask_consume.cuh)
 //
-// What the units of work are, says bwd_mask_gradient.h; NOTES.md has the reasons.
+// What the units of work are, says bwd_mask_gradient.h; NOTES_MASKS.md has the reasons.
 #pragma once
 
 #include "bwd_mask_consume.cuh"

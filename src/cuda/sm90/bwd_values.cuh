@@ -84,7 +84,7 @@ struct BwdValues {
       const uint32_t target = place(part) + permute(lane / kChunks * kRowBytes + chunk * 16);
 #pragma unroll
       for (int pass = 0; pass < kCount * kPartRows / kPassRows; ++pass) {
-        ptx::copy_async_16(further(target, pass * kPassRows * kRowBytes), source + row_start(lane / kChunks + pass * kPassRows) * kSize,
+        ptx::copy_async<16>(further(target, pass * kPassRows * kRowBytes), source + row_start(lane / kChunks + pass * kPassRows) * kSize,
                            there * kSize);
       }
     } else {
