@@ -113,7 +113,7 @@ def gpu_table(record, which="fwd"):
 
 def fixed_order_table():
     """Our backward under torch.use_deterministic_algorithms(True) beside the fast one, TFLOP/s."""
-    run = newest("backward-fixed-order")
+    run = newest("backward")
     cells = {}
     for row in run["rows"]:
         if row["impl"] == "flashsdpa" and "tflops" in row:
