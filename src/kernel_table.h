@@ -23,6 +23,9 @@ enum Feature : uint32_t {
   kGqa = 1 << 5,
   kLseGrad = 1 << 6,
   kDeterministic = 1 << 7,
+  kSoftcap = 1 << 8,
+  kAlibi = 1 << 9,
+  kSinks = 1 << 10,  // and, in a backward, their gradient
 };
 
 struct Launch {

@@ -53,6 +53,14 @@ struct Band {
   bool open() const { return lo == -kOpen && hi == kOpen; }
 };
 
+// A number for each (batch, query head).
+struct HeadView {
+  const float* data = nullptr;  // null: not given
+  int64_t stride_batch = 0;     // 0 where all batches share them
+  int64_t stride_head = 0;
+  float at(int64_t batch, int64_t head) const { return data[batch * stride_batch + head * stride_head]; }
+};
+
 // How a CPU kernel gets its threads: the caller's pool. run() calls task(context, worker) once for each worker in
 // [0, workers), each on its own thread where the pool allows, and returns when all are done.
 struct ThreadPool {
@@ -69,6 +77,10 @@ struct Problem {
   Band band;
   MaskView mask;
   PlanView plan;
+  double softcap = 0.0;  // above 0: scaled scores become softcap * tanh(score / softcap), before slopes and mask
+  HeadView slopes;       // ALiBi: what is taken off a score for each key between query + diagonal and key
+  int64_t diagonal = 0;
+  HeadView sinks;  // a logit more in each row's softmax, without a value; lse has it too
 };
 
 inline bool has_mask(const Problem& p) { return p.mask.data || p.plan.data; }
@@ -93,6 +105,7 @@ struct BackwardParams {
   const void* lse;
   View dq, dk, dv;  // the layout of q, k, v; last stride 1; all three null, or all three given
   void* dmask;      // contiguous, mask.size; CPU: accumulation type (float32, float64), zeroed; CUDA: mask.dtype, any content; null: not wanted
+  float* dsinks = nullptr;  // (heads_q) contiguous, any content; null: not wanted
   bool deterministic = false;  // the same call gives the same bits; CPU kernels always do
   void* scratch = nullptr;     // CUDA: KernelEntry::scratch_bytes of it, aligned to 256, any content
 };

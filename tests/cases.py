@@ -249,6 +249,8 @@ class Case:
     layout: tuple = ("bhs", "bhs", "bhs")  # of q, k, v
     grad: str = "dense"  # layout of grad_out; "" forward only
     lse_grad: bool = False
+    slopes: str = ""  # "h" or "bh"
+    sinks: bool = False
 
     def __str__(self):
         return f"{self.name}-{dtype_name(self.dtype)}"
@@ -271,7 +273,9 @@ def inputs(case, device="cpu"):
     grad_lse = torch.randn(case.batch, heads_q, seq_q, generator=g, device="cpu").to(device) if case.grad and case.lse_grad else None
     if grad_lse is not None and case.dtype == torch.float64:
         grad_lse = grad_lse.double()
-    return Inputs(q, k, v, mask, case.mask_grad, case.planned and mask is not None, grad_out, grad_lse)
+    slopes = 0.05 * torch.randn([case.batch, heads_q][2 - len(case.slopes) :], generator=g) if case.slopes else None
+    sinks = torch.randn(heads_q, generator=g) if case.sinks else None
+    return Inputs(q, k, v, mask, case.mask_grad, case.planned and mask is not None, grad_out, grad_lse, slopes, sinks)
 
 
 BANDS = {
@@ -424,6 +428,22 @@ def decode_cases():
             cases.append(Case(f"decode{sq}x{sk}-{mask or 'dense'}-{band}", batch=1 + i % 2, heads=((8, 2), (4, 1), (2, 2))[j % 3],
                               seq=(sq, sk), dim=((64, 64), (128, 128), (80, 40))[(i + j) % 3], dtype=dtype, mask=mask,
                               planned=j % 2 > 0, call=BANDS[band], grad="" if j % 2 else "dense", lse_grad=True))
+    return cases
+
+
+def score_term_cases():
+    """Soft cap, slopes and sinks, alone and together, over bands, masks, grouped heads and dtypes."""
+    terms = _cycle([(cap, slopes, sinks) for cap in (0.0, 1.5, 30.0) for slopes in ("", "h", "bh") for sinks in (False, True)
+                    if cap or slopes or sinks])
+    mask = _cycle(("", "random", "bias:hqk", "", "rows_false:hq", "bias_inf", "padding:bk", "bias32:qk", "one_key:bhqk"))
+    dtype, heads, planned = _cycle(FLOATS), _cycle(((2, 2), (4, 2), (3, 1))), _cycle((True, False, True, False, False))
+    cases = []
+    for name, band in BANDS.items():
+        for sq, sk in (*SEQS, (70, 0), (3, 700), (1, 1500)):
+            (cap, slopes, sinks), recipe = terms(), mask() if sk else ""
+            text = f"{name}-{sq}x{sk}-{recipe or 'dense'}-cap{cap}-slopes_{slopes}-{'sinks' if sinks else 'none'}"
+            cases.append(Case(text, 2, heads(), (sq, sk), (24, 40), dtype(), recipe, recipe.startswith("bias"), planned(),
+                              replace(band, softcap=cap), lse_grad=True, slopes=slopes, sinks=sinks))
     return cases
 
 

@@ -64,16 +64,22 @@ class Call:
     bottom_right: bool = False
     window: tuple = (-1, -1)
     scale: float | None = None
+    softcap: float = 0.0
 
     def op_arguments(self):
         left, right = self.window
+        cap = {"softcap": self.softcap} if self.softcap else {}
         return dict(is_causal=self.is_causal, bottom_right=self.bottom_right, scale=self.scale,
-                    window_left=left, window_right=right)
+                    window_left=left, window_right=right, **cap)
+
+    def distance(self, seq_q, seq_k):
+        """(seq_q, seq_k): of the key to the query's diagonal."""
+        offset = seq_k - seq_q if self.bottom_right else 0
+        return torch.arange(seq_k) - (torch.arange(seq_q)[:, None] + offset)
 
     def visible(self, seq_q, seq_k):
         """The (seq_q, seq_k) bool band of keys that a query may see before any mask."""
-        offset = seq_k - seq_q if self.bottom_right else 0
-        distance = torch.arange(seq_k) - (torch.arange(seq_q)[:, None] + offset)  # of the key to the query's diagonal
+        distance = self.distance(seq_q, seq_k)
         left, right = self.window
         band = torch.ones(seq_q, seq_k, dtype=torch.bool)
         if left >= 0:
@@ -100,9 +106,16 @@ class Inputs:
     planned: bool = False  # give the op the plan of the mask
     grad_out: torch.Tensor | None = None  # None: forward only
     grad_lse: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None  # (Hq,) or (B, Hq)
+    sinks: torch.Tensor | None = None  # (Hq,); with a gradient, where there are gradients
 
     def names(self):
-        return ["dq", "dk", "dv"] + (["dmask"] if self.mask_grad else [])
+        return (["dq", "dk", "dv"] + (["dmask"] if self.mask_grad else []) + (["dsinks"] if self.sinks is not None else []))
+
+    def with_leaves(self, leaves):
+        """(q, k, v, mask, sinks), with the leaves in place of what they stand for."""
+        found = dict(zip(self.names(), leaves))
+        return (*leaves[:3], found.get("dmask", self.mask), found.get("dsinks"))
 
 
 @dataclass
@@ -110,7 +123,7 @@ class Result:
     out: torch.Tensor
     lse: torch.Tensor | None
     grads: dict
-    weights: torch.Tensor | None = None  # (B, Hq, Sq, Sk) after the softmax; of the reference alone
+    weights: torch.Tensor | None = None  # (B, Hq, Sq, Sk) after the softmax, those of the sinks left out; of the reference alone
 
 
 def keep_of(x, call):
@@ -121,14 +134,29 @@ def keep_of(x, call):
     return keep & (x.mask if x.mask.dtype == torch.bool else x.mask != -INF)
 
 
-def attention64(q, k, v, mask, keep, scale):
-    """(out, lse, weights) of the formula; differentiable. All of one dtype but a bool mask."""
+def slope_bias(x, call):
+    """(B|1, Hq, Sq, Sk) float64: what the slopes add to the scores; None without them."""
+    if x.slopes is None:
+        return None
+    slopes = x.slopes.double().view(-1, x.q.size(1))
+    return -slopes[..., None, None] * call.distance(x.q.size(2), x.k.size(2)).abs()
+
+
+def attention64(q, k, v, mask, keep, scale, softcap=0.0, slopes=None, sinks=None):
+    """(out, lse, weights) of the formula; differentiable. All of one dtype but a bool mask. slopes: as slope_bias() gives."""
     group = q.size(1) // max(k.size(1), 1)
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if slopes is not None:
+        scores = scores + slopes.to(scores.dtype)
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask
     keep = keep.expand(scores.shape)
+    if sinks is not None:  # a key more, without a value
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores, keep = torch.cat([scores, column], -1), torch.cat([keep, column != -INF], -1)
     empty = ~keep.any(-1, keepdim=True)  # rows without a key: a softmax over zeros, dropped after
     scores = torch.where(keep, scores, -INF).masked_fill(empty, 0.0)
     weights = scores.softmax(-1).masked_fill(empty, 0.0)
@@ -136,11 +164,12 @@ def attention64(q, k, v, mask, keep, scale):
     top = scores.detach().amax(-1, keepdim=True) if scores.size(-1) else scores.new_full((*scores.shape[:-1], 1), -INF)
     top = top.masked_fill(top == -INF, 0.0)
     lse = (top + (scores - top).exp().sum(-1, keepdim=True).log()).squeeze(-1).masked_fill(empty.squeeze(-1), -INF)
+    weights = weights[..., : k.size(2)]
     return weights @ v, lse, weights
 
 
 def _leaves(x, cast=None):
-    tensors = [x.q, x.k, x.v] + ([x.mask] if x.mask_grad else [])
+    tensors = [x.q, x.k, x.v] + ([x.mask] if x.mask_grad else []) + ([x.sinks] if x.sinks is not None else [])
     return [(t.detach() if cast is None else t.detach().to(cast)).requires_grad_(x.grad_out is not None)
             for t in tensors]
 
@@ -156,16 +185,18 @@ def _differentiate(x, outputs, cotangents, leaves):
 def reference(x, call):
     """The float64 result: out, lse and the gradients of grad_out and grad_lse."""
     leaves = _leaves(x, torch.float64)
-    mask = leaves[3] if x.mask_grad else x.mask
+    *inputs, mask, sinks = x.with_leaves(leaves)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
-    out, lse, weights = attention64(*leaves[:3], mask, keep_of(x, call), call.scale_for(x.q.size(3)))
+    out, lse, weights = attention64(*inputs, mask, keep_of(x, call), call.scale_for(x.q.size(3)), call.softcap,
+                                    slope_bias(x, call), sinks)
     cotangents = [c if c is None else c.double() for c in (x.grad_out, x.grad_lse)]
     return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), cotangents, leaves), weights.detach())
 
 
 def math_path(x, call):
-    """The yardstick: PyTorch's math path in the dtype of q, the float32 logsumexp for lse.
+    """The yardstick: PyTorch's math path in the dtype of q, the float32 logsumexp for lse. What that path does not take is
+    computed as it would: in float32, and rounded once.
 
     It lets a NaN of a removed key through, so it gets zeros instead; where NaN is due nothing is measured.
     """
@@ -174,18 +205,21 @@ def math_path(x, call):
         x = replace(x, mask=torch.where(x.mask.isnan(), 0, x.mask))
     leaves = _leaves(x)
     keep = keep_of(x, call)
-    mask = leaves[3] if x.mask_grad else x.mask
+    *_, mask, sinks = x.with_leaves(leaves)
     if mask is not None and mask.dtype != torch.bool:
         mask = torch.where(keep, mask, -INF)
     elif mask is not None or not keep.all():
         mask = keep
     scale = call.scale_for(x.q.size(3))
-    out, _ = torch.ops.aten._scaled_dot_product_attention_math(*leaves[:3], mask, scale=scale,
-                                                                 enable_gqa=x.q.size(1) != x.k.size(1))
     lse_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     inputs = [t.to(lse_type) for t in leaves[:3]]
     wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.to(lse_type)
-    _, lse, _ = attention64(*inputs, wide_mask, keep, scale)
+    slopes = slope_bias(x, call)
+    out, lse, _ = attention64(*inputs, wide_mask, keep, scale, call.softcap, slopes, sinks)
+    if not call.softcap and slopes is None and sinks is None:
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(*leaves[:3], mask, scale=scale,
+                                                                     enable_gqa=x.q.size(1) != x.k.size(1))
+    out = out.to(x.q.dtype)
     return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), (x.grad_out, x.grad_lse), leaves))
 
 
@@ -199,6 +233,10 @@ def largest_terms(x, call, want):
     q, k, v, weights = (t.detach().float().abs() for t in (x.q, x.k, x.v, want.weights))  # a magnitude needs no float64
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scale = abs(call.scale_for(x.q.size(3)))
+    passed = 1.0  # by the cap, of a score's gradient
+    if call.softcap:
+        keys = x.k.detach().float().repeat_interleave(group, dim=1)
+        passed = 1 - (scale * (x.q.detach().float() @ keys.transpose(-1, -2)) / call.softcap).tanh() ** 2
     keep = keep_of(x, call).expand(weights.shape)
     terms, delta_terms = {"out": weights @ v, "score": scale * (q @ k.transpose(-1, -2))[keep]}, {}
     if x.grad_out is not None:
@@ -209,9 +247,14 @@ def largest_terms(x, call, want):
             slope = slope + x.grad_lse.float().abs()[..., None]
         terms["dv"] = weights.transpose(-1, -2) @ grad
         for sums, score_grad in ((terms, weights * slope), (delta_terms, weights * delta)):
-            sums["dq"] = scale * score_grad @ k
-            sums["dk"] = scale * score_grad.transpose(-1, -2) @ q
+            sums["dq"] = scale * (passed * score_grad) @ k
+            sums["dk"] = scale * (passed * score_grad).transpose(-1, -2) @ q
             sums["dmask"] = score_grad.sum_to_size(x.mask.shape) if x.mask_grad else score_grad
+        if x.sinks is not None:
+            weight = (x.sinks[:, None].double() - want.lse).exp().nan_to_num(0.0).float()  # no key, and a sink of -inf
+            delta = delta.squeeze(-1)
+            whole = delta if x.grad_lse is None else delta + x.grad_lse.float().abs()
+            terms["dsinks"], delta_terms["dsinks"] = (weight * whole).sum((0, 2)), (weight * delta).sum((0, 2))
     return [{name: largest(t) for name, t in sums.items()} for sums in (terms, delta_terms)]
 
 
@@ -219,9 +262,9 @@ def run_op(x, call):
     """Ours, through the op and its autograd."""
     forward = ops().forward
     leaves = _leaves(x)
-    mask = leaves[3] if x.mask_grad else x.mask
+    *inputs, mask, sinks = x.with_leaves(leaves)
     plan = ops().mask_plan(x.mask) if x.planned else None
-    out, lse = forward(*leaves[:3], attn_mask=mask, mask_plan=plan, **call.op_arguments())
+    out, lse = forward(*inputs, attn_mask=mask, mask_plan=plan, alibi_slopes=x.slopes, sinks=sinks, **call.op_arguments())
     return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), (x.grad_out, x.grad_lse), leaves))
 
 
@@ -316,7 +359,7 @@ def check(x, call=Call(), run=run_op):
     if got.lse is not None:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         hold("lse", got.lse, kind, want.lse, yardstick.lse, max(terms["score"], 1.0), 0.0)
-    leaf_of = dict(dq=x.q, dk=x.k, dv=x.v, dmask=x.mask)
+    leaf_of = dict(dq=x.q, dk=x.k, dv=x.v, dmask=x.mask, dsinks=x.sinks)
     for name, grad in got.grads.items():
         inherited = (score_error + lse_error) * terms[name] + out_error * delta_terms.get(name, 0.0)
         hold(name, grad, leaf_of[name].dtype, want.grads[name], yardstick.grads[name], terms[name], inherited)
@@ -379,20 +422,22 @@ def _indicator(batch, heads, seq, dim, start, dtype):
 
 
 def check_counting(batch, heads_q, heads_kv, seq_q, seq_k, dim, dtype, mask=None, call=Call(), backward=True,
-                   planned=False, forward=None, mask_grad=True):
+                   planned=False, forward=None, mask_grad=True, sinks=False):
     """Every (query, key) pair of every head, one by one, through out and lse, and through dq, dk, dv and dmask.
 
     The mask must be bool, or hold only 0 and -inf. With all scores equal, a row of n keys has weights 1 / n. The
     gradient of lse alone makes the score gradient that very weight. `forward`: the op, or what stands for it.
+    sinks: with a sink of 0 for each head, which counts as a key more.
     """
     call = replace(call, scale=1.0)
     plan = ops().mask_plan(mask) if planned else None
-    run = functools.partial(forward or ops().forward, attn_mask=mask, mask_plan=plan, **call.op_arguments())
+    more = {"sinks": torch.zeros(heads_q)} if sinks else {}
+    run = functools.partial(forward or ops().forward, attn_mask=mask, mask_plan=plan, **more, **call.op_arguments())
     group = heads_q // heads_kv
     dim_k = dim if backward else 8  # what the scores are made of is of no interest to the forward
     zeros_q, zeros_k = (torch.zeros(batch, h, s, dim_k, dtype=dtype) for h, s in ((heads_q, seq_q), (heads_kv, seq_k)))
     keep = keep_of(Inputs(zeros_q, zeros_k, zeros_k, mask), call).expand(batch, heads_q, seq_q, seq_k)
-    n = keep.sum(-1, keepdim=True).double()  # (B, Hq, Sq, 1)
+    n = keep.sum(-1, keepdim=True).double() + sinks  # (B, Hq, Sq, 1)
     head_weight = 1.0 + torch.arange(heads_kv, dtype=torch.float64)[:, None, None]  # tells the kv heads apart
 
     for start in range(0, seq_k, dim):

@@ -37,9 +37,18 @@ BAD = {
     "mask heads": (dict(attn_mask=t(1, 2, 5, 7)), r"attn_mask \(1, 2, 5, 7\) does not broadcast to \(2, 4, 5, 7\)"),
     "mask device": (dict(attn_mask=t(1, 1, 5, 7).to("meta")), "attn_mask is on meta, query on cpu; give them on one device"),
     "dropout": (dict(dropout_p=0.25), "dropout_p is 0.25; flashsdpa kernels take 0.0"),
-    "softcap": (dict(softcap=30.0), "softcap is 30; flashsdpa kernels take 0.0"),
-    "alibi": (dict(alibi_slopes=t(4)), "alibi_slopes is given; flashsdpa kernels take none"),
-    "sinks": (dict(sinks=t(4)), "sinks is given; flashsdpa kernels take none"),
+    "softcap": (dict(softcap=-30.0), "softcap is -30; give a positive number, or 0 for none"),
+    "softcap inf": (dict(softcap=float("inf")), "softcap is inf; give a positive number"),
+    "softcap nan": (dict(softcap=float("nan")), "softcap is -?nan; give a positive number"),
+    "slopes shape": (dict(alibi_slopes=t(3)), r"alibi_slopes is \(3\); give \(4\) or \(2, 4\)"),
+    "slopes batch": (dict(alibi_slopes=t(3, 4)), r"alibi_slopes is \(3, 4\); give \(4\) or \(2, 4\)"),
+    "slopes rank": (dict(alibi_slopes=t(1, 2, 4)), r"alibi_slopes is \(1, 2, 4\); give \(4\) or \(2, 4\)"),
+    "slopes dtype": (dict(alibi_slopes=t(4, dtype=torch.float64)), "alibi_slopes is float64 on cpu; give float32 on cpu"),
+    "slopes device": (dict(alibi_slopes=t(4).to("meta")), "alibi_slopes is float32 on meta; give float32 on cpu"),
+    "sinks shape": (dict(sinks=t(2)), r"sinks is \(2\); give \(4\)"),
+    "sinks batch": (dict(sinks=t(2, 4)), r"sinks is \(2, 4\); give \(4\)"),
+    "sinks dtype": (dict(sinks=t(4, dtype=torch.bfloat16)), "sinks is bfloat16 on cpu; give float32 on cpu"),
+    "sinks device": (dict(sinks=t(4).to("meta")), "sinks is float32 on meta; give float32 on cpu"),
     "batch_invariant": (dict(batch_invariant=True), "batch_invariant is True; flashsdpa kernels take False"),
 }
 OP_ONLY = {
@@ -80,7 +89,7 @@ def test_forward_op(name, grad):
 
 
 # The meta device stands for every device, so that dtypes and limits, which are a kernel's, are no matter of its.
-OF_A_DEVICE = ("devices", "mask device", "sparse", "integer", "complex", "float8", "large head_dim", "large value head_dim")
+OF_A_DEVICE = ("devices", "mask device", "slopes device", "slopes dtype", "sinks device", "sinks dtype", "sparse", "integer", "complex", "float8", "large head_dim", "large value head_dim")
 
 
 @pytest.mark.parametrize("name", [n for n in (*BAD, *OP_ONLY) if n not in OF_A_DEVICE])
@@ -151,8 +160,8 @@ def test_backward_op(name):
 
 
 def test_several_faults_are_all_named():
-    with raises("dropout_p is 0.5.*softcap is 2.*batch_invariant is True"):
-        ops().forward(**Q, dropout_p=0.5, softcap=2.0, batch_invariant=True)
+    with raises("dropout_p is 0.5.*softcap is -2.*batch_invariant is True"):
+        ops().forward(**Q, dropout_p=0.5, softcap=-2.0, batch_invariant=True)
 
 
 def test_requires_grad_on_what_has_no_gradient():

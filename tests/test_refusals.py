@@ -183,10 +183,11 @@ def test_torch_func_and_forward_mode_are_reasons():
             sdpa(dual, FOUR["key"], FOUR["value"])
 
 
-@pytest.mark.parametrize("feature", ("kCausal", "kBand", "kBoolMask", "kBias", "kBiasGrad", "kGqa"))
+@pytest.mark.parametrize("feature", ("kCausal", "kBand", "kBoolMask", "kBias", "kBiasGrad", "kGqa", "kSoftcap", "kAlibi", "kSinks"))
 def test_every_cpu_kernel_has_every_feature_that_could_be_a_reason(feature):
     """check_entry() names a missing feature; on the CPU no kernel lacks one, and this is where it would show."""
-    words = {"kCausal": "causal", "kBand": "band", "kBoolMask": "bool", "kBias": "bias", "kBiasGrad": "bias", "kGqa": "gqa"}
+    words = {"kCausal": "causal", "kBand": "band", "kBoolMask": "bool", "kBias": "bias", "kBiasGrad": "bias", "kGqa": "gqa",
+             "kSoftcap": "softcap", "kAlibi": "alibi", "kSinks": "sinks"}
     for entry in binding().kernel_table():
         if entry["device"] == "cpu" and entry["pass"] in ("forward", "backward"):
             assert any(words[feature] in name.lower() for name in entry["features"]), (entry["name"], entry["features"])

@@ -34,11 +34,12 @@ def attention(
             query's dtype. Its gradient is computed where it requires one.
         dropout_p, is_causal, scale, enable_gqa: as in SDPA. is_causal is top-left aligned.
         window: (left, right), in keys: key j is seen by query i when i - left <= j <= i + right; -1 is open.
-        bottom_right: align is_causal and window to the last key instead of the first, an offset of seq_k - seq_q.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
-        alibi_slopes: (heads_q,) or (batch, heads_q) float32. sinks: (heads_q,) float32, one logit per head that takes
-            weight and gives no value.
-        return_lse: also return the log-sum-exp of the scaled scores, with a gradient.
+        bottom_right: align is_causal, window and alibi_slopes to the last key instead of the first, an offset of seq_k - seq_q.
+        softcap: scaled scores become softcap * tanh(score / softcap), before slopes and masks; 0 for none.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32, without a gradient: -slope * |i + offset - j| is added to the score
+            of query i and key j, the offset being 0, or bottom_right's.
+        sinks: (heads_q,) float32, one logit per head that takes weight in every row and gives no value. With a gradient.
+        return_lse: also return the log-sum-exp of the final scores, that of the sink among them, with a gradient.
         mask_plan: plan_mask(attn_mask), to plan a mask once for many calls; or, without attn_mask, the plan of a bool mask,
             which says all of it. It has the sizes of attn_mask as given.
         deterministic: bitwise equal gradients in every run; None asks torch.are_deterministic_algorithms_enabled().
@@ -46,7 +47,7 @@ def attention(
 
     Returns:
         out (..., heads_q, seq_q, dim_v), in query's layout and dtype; with return_lse also lse (..., heads_q, seq_q),
-        float32 natural logarithm (float64 for float64 inputs), -inf for a row without an allowed key.
+        float32 natural logarithm (float64 for float64 inputs), -inf for a row without an allowed key (or its sink).
 
     Raises RuntimeError, naming every argument that our kernels do not take, and where the compiled binding is missing.
     """
@@ -108,7 +109,8 @@ def merge_partials(out1, lse1, out2, lse2):
     """Merge attention over two disjoint sets of keys into attention over both.
 
     Args:
-        out1, out2: (..., seq_q, dim_v), normalized within their own keys; lse1, lse2: (..., seq_q), natural logarithm.
+        out1, out2: (..., seq_q, dim_v), normalized within their own keys; lse1, lse2: (..., seq_q), natural logarithm. Sinks
+            belong to one of the two.
     Returns:
         (out, lse) in the dtypes of out1 and lse1. An empty partial (lse -inf) leaves the other as it is, bit for bit.
     """

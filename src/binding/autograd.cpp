@@ -62,7 +62,7 @@ struct Attention : torch::autograd::Function<Attention> {
     ctx->set_materialize_grads(false);
     // Optional tensors are saved where given; the flags tell which.
     variable_list tensors{query, key, value, out, lse};
-    tensors.reserve(8);
+    tensors.reserve(10);
     int64_t flags = (o.is_causal ? kIsCausal : 0) | (o.bottom_right ? kBottomRight : 0) |
                     (o.deterministic ? kIsDeterministic : 0) | (o.batch_invariant ? kIsBatchInvariant : 0);
     const auto keep = [&](const OptTensor& t, Flag flag) {
@@ -160,7 +160,7 @@ ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
   const Call call{query, key, value, options};
   // Refused here, since below autograd a tangent is out of sight, a missing backward is noticed too late, and the
   // dispatcher speaks less clearly of layouts.
-  const bool grad = needs_grad(call) || (at::GradMode::is_enabled() && given(sinks) && sinks->requires_grad());
+  const bool grad = needs_grad(call);
   Reasons reasons;
   check_transforms(call, reasons);
   if (!reasons.ok() || (grad && !has_backward(call)) || !is_dense(query) || !is_dense(key) || !is_dense(value))

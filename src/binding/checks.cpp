@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <cmath>
+
 #include "layout.h"
 
 namespace flashsdpa {
@@ -56,16 +58,16 @@ std::string supported_dtypes(const at::Device& device) {
   return names.empty() ? "none in this build" : join(names, ", ");
 }
 
-// Options no kernel of this build serves.
+// Options no kernel of this build serves, and values that none could.
 bool check_options(const Options& o, Reasons& reasons) {
   if (o.dropout_p != 0.0 && reasons.add("dropout_p is ", o.dropout_p, "; flashsdpa kernels take 0.0")) return true;
   if (!(at_least(o.window_left, -1) && at_least(o.window_right, -1)) &&
       reasons.add("window_left is ", o.window_left, ", window_right is ", o.window_right,
                   "; give 0 or more keys, or -1 for no limit"))
     return true;
-  if (o.softcap != 0.0 && reasons.add("softcap is ", o.softcap, "; flashsdpa kernels take 0.0")) return true;
-  if (given(o.alibi_slopes) && reasons.add("alibi_slopes is given; flashsdpa kernels take none")) return true;
-  if (given(o.sinks) && reasons.add("sinks is given; flashsdpa kernels take none")) return true;
+  if (!(o.softcap >= 0.0 && std::isfinite(o.softcap)) &&
+      reasons.add("softcap is ", o.softcap, "; give a positive number, or 0 for none"))
+    return true;
   return o.batch_invariant && reasons.add("batch_invariant is True; flashsdpa kernels take False");
 }
 
@@ -81,7 +83,26 @@ bool check_mask_kind(const Tensor& mask, const Tensor& query, Reasons& reasons) 
                      dtype_name(query.scalar_type()));
 }
 
+// alibi_slopes and sinks: a float32 number for each head.
+bool check_per_head_kind(const char* name, const OptTensor& t, const Tensor& query, Reasons& reasons) {
+  if (!given(t)) return false;
+  if (check_kind(name, *t, reasons)) return true;
+  return (t->scalar_type() != at::kFloat || t->device() != query.device()) &&
+         reasons.add(name, " is ", dtype_name(t->scalar_type()), " on ", t->device(), "; give float32 on ",
+                     query.device());
+}
+
 c10::SymInt const& size(const Tensor& t, int axis) { return t.sym_sizes()[axis]; }
+
+// (heads_q), or (batch, heads_q) where allowed.
+bool check_per_head_shape(const char* name, const OptTensor& t, const Tensor& query, bool by_batch, Reasons& reasons) {
+  if (!given(t)) return false;
+  const c10::SymInt &batch = size(query, 0), &heads = size(query, 1);
+  const bool ranked = t->dim() == 1 || (by_batch && t->dim() == 2 && equals(size(*t, 0), batch));
+  if (ranked && equals(size(*t, t->dim() - 1), heads)) return false;
+  const std::string other = by_batch ? " or (" + to_text(batch) + ", " + to_text(heads) + ")" : "";
+  return reasons.add(name, " is ", shape_text(t->sym_sizes()), "; give (", heads, ")", other);
+}
 
 }  // namespace
 
@@ -146,7 +167,9 @@ bool needs_mask_grad(const Call& call) {
 
 bool needs_grad(const Call& call) {
   if (!at::GradMode::is_enabled()) return false;
-  return call.query.requires_grad() || call.key.requires_grad() || call.value.requires_grad() || needs_mask_grad(call);
+  const OptTensor& sinks = call.options.sinks;
+  return call.query.requires_grad() || call.key.requires_grad() || call.value.requires_grad() ||
+         needs_mask_grad(call) || (given(sinks) && sinks->requires_grad());
 }
 
 const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarType dtype) {
@@ -159,7 +182,9 @@ const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarTy
 void check_transforms(const Call& call, Reasons& reasons) {
   check_transform("query", call.query, reasons) || check_transform("key", call.key, reasons) ||
       check_transform("value", call.value, reasons) ||
-      (given(call.options.attn_mask) && check_transform("attn_mask", *call.options.attn_mask, reasons));
+      check_transform("attn_mask", tensor_or_undefined(call.options.attn_mask), reasons) ||
+      check_transform("alibi_slopes", tensor_or_undefined(call.options.alibi_slopes), reasons) ||
+      check_transform("sinks", tensor_or_undefined(call.options.sinks), reasons);
 }
 
 bool check_kinds(const Call& call, Reasons& reasons) {
@@ -169,7 +194,15 @@ bool check_kinds(const Call& call, Reasons& reasons) {
   if (check_options(call.options, reasons)) return false;
   if (check_kind("query", q, reasons) || check_kind("key", k, reasons) || check_kind("value", v, reasons)) return false;
   if (!q.defined() || !k.defined() || !v.defined()) return false;
-  const bool readable = is_dense(q) && is_dense(k) && is_dense(v) && (!given(mask) || is_dense(*mask));
+  const OptTensor &slopes = call.options.alibi_slopes, &sinks = call.options.sinks;
+  if (check_per_head_kind("alibi_slopes", slopes, q, reasons) || check_per_head_kind("sinks", sinks, q, reasons))
+    return false;
+  if (at::GradMode::is_enabled() && given(slopes) && slopes->requires_grad() &&
+      reasons.add("alibi_slopes requires a gradient; flashsdpa computes none; give alibi_slopes.detach()"))
+    return false;
+  const auto readable_if_given = [](const OptTensor& t) { return !given(t) || is_dense(*t); };
+  const bool readable = is_dense(q) && is_dense(k) && is_dense(v) && readable_if_given(mask) &&
+                        readable_if_given(slopes) && readable_if_given(sinks);
 
   const auto dtype = q.scalar_type();
   if ((k.scalar_type() != dtype || v.scalar_type() != dtype) &&
@@ -228,6 +261,11 @@ void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Rea
     if (mask_grad && lacks(kBiasGrad) && reasons.add("attn_mask requires a gradient; ", entry.name, " computes none"))
       return;
   }
+  if (lacks(kSoftcap) && o.softcap != 0.0 && reasons.add("softcap is ", o.softcap, "; ", entry.name, " takes 0"))
+    return;
+  if (lacks(kAlibi) && given(o.alibi_slopes) && reasons.add("alibi_slopes is given; ", entry.name, " takes none"))
+    return;
+  if (lacks(kSinks) && given(o.sinks) && reasons.add("sinks is given; ", entry.name, " takes none")) return;
   if (lacks(kGqa) && !equals(size(call.query, 1), size(call.key, 1)))
     reasons.add("query has ", size(call.query, 1), " heads, key ", size(call.key, 1), "; ", entry.name,
                 " takes equal counts");
@@ -269,6 +307,10 @@ void check_shapes(const Call& call, Reasons& reasons) {
                              ") without expanding the scores"))
       return;
   }
+
+  if (check_per_head_shape("alibi_slopes", call.options.alibi_slopes, q, /*by_batch=*/true, reasons) ||
+      check_per_head_shape("sinks", call.options.sinks, q, /*by_batch=*/false, reasons))
+    return;
 
   if (const auto* entry = table_entry(Pass::kForward, call.device, q.scalar_type())) {
     check_entry(*entry, call, /*mask_grad=*/false, reasons);

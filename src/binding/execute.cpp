@@ -82,8 +82,11 @@ ViewType view(const Tensor& t) {
   return v;
 }
 
+// Key `diagonal` stands under query 0: bands and slopes are counted from there.
+int64_t diagonal(const Options& o, int64_t seq_q, int64_t seq_k) { return o.bottom_right ? seq_k - seq_q : 0; }
+
 Band band(const Options& o, int64_t seq_q, int64_t seq_k) {
-  const int64_t offset = o.bottom_right ? seq_k - seq_q : 0;
+  const int64_t offset = diagonal(o, seq_q, seq_k);
   const int64_t left = o.window_left.guard_int(__FILE__, __LINE__);
   const int64_t right = o.window_right.guard_int(__FILE__, __LINE__);
   Band b;
@@ -92,6 +95,11 @@ Band band(const Options& o, int64_t seq_q, int64_t seq_k) {
   if (right >= 0 && right < seq_q + seq_k) b.hi = offset + right;
   if (o.is_causal) b.hi = std::min(b.hi, offset);
   return b;
+}
+
+HeadView head_view(const OptTensor& t) {
+  if (!given(t)) return {};
+  return {t->const_data_ptr<float>(), t->dim() == 2 ? t->stride(0) : 0, t->stride(t->dim() - 1)};
 }
 
 bool has_memory(const Tensor& t) { return !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch(); }
@@ -154,6 +162,10 @@ Problem problem(const Call& call) {
   p.dtype = *to_dtype(call.query.scalar_type());
   p.scale = o.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.dim)));
   p.band = band(o, p.seq_q, p.seq_k);
+  p.softcap = o.softcap;
+  p.slopes = head_view(o.alibi_slopes);
+  p.diagonal = diagonal(o, p.seq_q, p.seq_k);
+  p.sinks = head_view(o.sinks);
   const at::Device device = call.query.device();
   if (given(o.attn_mask)) {
     p.mask = mask_view(*o.attn_mask);
@@ -227,7 +239,7 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   if (observing()) [[unlikely]]
     observe_launch("flashsdpa::forward", *entry, call);
   if (lse.numel() == 0) return {out, lse};
-  if (p.seq_k == 0) {
+  if (p.seq_k == 0 && !given(sinks)) {
     out.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
     return {out, lse};
@@ -266,13 +278,15 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
 
   const bool want_inputs = output_mask[0] || output_mask[1] || output_mask[2];
   const bool want_mask = output_mask[3] && given(attn_mask);
-  const bool nothing_flows = lse.numel() == 0 || p.seq_k == 0 || (!given(grad_out) && !given(grad_lse));
+  const bool want_sinks = output_mask[4] && given(sinks);
+  const bool nothing_flows =
+      lse.numel() == 0 || (p.seq_k == 0 && !want_sinks) || (!given(grad_out) && !given(grad_lse));
   const auto gradient = [&](const Tensor& like) {
     auto sizes = sizes_of(like);
     sizes[3] = one_or_more(sizes[3]);
     return empty_dense(sizes, like, dtype);
   };
-  Tensor dq, dk, dv, dmask;
+  Tensor dq, dk, dv, dmask, dsinks;
   if (want_inputs) dq = gradient(query), dk = gradient(key), dv = gradient(value);
   if (want_mask && query.is_cpu()) {
     dmask = at::zeros(attn_mask->sizes(), query.options().dtype(accumulation));  // kernels add to it
@@ -280,9 +294,10 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     dmask = at::empty(attn_mask->sizes(), attn_mask->options().memory_format(at::MemoryFormat::Contiguous));
     if (nothing_flows) dmask.zero_();
   }
+  if (want_sinks) dsinks = at::zeros(sinks->sizes(), sinks->options());
   if (nothing_flows) {
     if (want_inputs) dq.zero_(), dk.zero_(), dv.zero_();
-  } else if (want_inputs || want_mask) {
+  } else if (want_inputs || want_mask || want_sinks) {
     const auto* entry = backward_entry(call);
     Reasons reasons;
     check_entry(*entry, call, want_mask, reasons);
@@ -307,6 +322,7 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     params.lse = l.const_data_ptr();
     if (want_inputs) params.dq = view<View>(dq), params.dk = view<View>(dk), params.dv = view<View>(dv);
     params.dmask = want_mask ? dmask.mutable_data_ptr() : nullptr;
+    params.dsinks = want_sinks ? dsinks.mutable_data_ptr<float>() : nullptr;
     params.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
     at::DataPtr scratch;  // freed before the kernels have run, like the forward's counter
     if (entry->scratch_bytes != nullptr) {
@@ -323,7 +339,7 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     return like.size(3) == 0 ? empty_dense(sizes_of(like), like, dtype) : std::move(grad);
   };
   return {finish(output_mask[0], dq, query), finish(output_mask[1], dk, key), finish(output_mask[2], dv, value),
-          want_mask ? dmask.to(attn_mask->scalar_type()) : not_wanted(), not_wanted()};
+          want_mask ? dmask.to(attn_mask->scalar_type()) : not_wanted(), want_sinks ? std::move(dsinks) : not_wanted()};
 }
 
 Tensor mask_plan_on_device(const Tensor& attn_mask) {

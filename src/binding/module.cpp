@@ -26,8 +26,9 @@ namespace {
 constexpr at::ScalarType kDTypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kBool};
 constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx, Isa::kSm80, Isa::kSm90};
 constexpr std::pair<Feature, const char*> kFeatures[] = {
-    {kCausal, "causal"},      {kBand, "band"}, {kBoolMask, "bool_mask"}, {kBias, "bias"},
-    {kBiasGrad, "bias_grad"}, {kGqa, "gqa"},   {kLseGrad, "lse_grad"},   {kDeterministic, "deterministic"}};
+    {kCausal, "causal"},      {kBand, "band"},   {kBoolMask, "bool_mask"}, {kBias, "bias"},
+    {kBiasGrad, "bias_grad"}, {kGqa, "gqa"},     {kLseGrad, "lse_grad"},   {kDeterministic, "deterministic"},
+    {kSoftcap, "softcap"},    {kAlibi, "alibi"}, {kSinks, "sinks"}};
 
 Backend to_backend(int value) {
   TORCH_CHECK_VALUE(value >= 0 && value <= 2, "backend is ", to_text(value),

@@ -64,7 +64,8 @@ BackwardResult backward_meta(FLASHSDPA_BACKWARD_PARAMS) {
   return {grad(output_mask[0], query), grad(output_mask[1], key), grad(output_mask[2], value),
           output_mask[3] && given(attn_mask) ? at::empty_symint(attn_mask->sym_sizes(), attn_mask->options())
                                              : at::empty({0}, query.options()),
-          at::empty({0}, query.options())};
+          output_mask[4] && given(sinks) ? at::empty_symint(sinks->sym_sizes(), sinks->options())
+                                         : at::empty({0}, query.options())};
 }
 
 Tensor mask_plan_meta(const Tensor& attn_mask) {

@@ -112,13 +112,14 @@ inline void pack_row_pairs(BFloat16* dst, const ConstView& x, const RowTile& til
 }
 
 // Where the scale is applied: to scale Q would round it again. A positive one, which keeps the order of scores and
-// their -inf, waits for the exponential, where it is free, unless a bias comes before.
+// their -inf, waits for the exponential, where it is free, unless a cap, slopes or a bias come before.
 struct AmxScaling {
   float now = 1.0f, later = 1.0f;
 
   explicit AmxScaling(const Problem& p) {
     const bool biased = p.mask.data && p.mask.dtype != DType::kBool;
-    (p.scale > 0 && !biased ? later : now) = float(p.scale);
+    const bool waits = p.scale > 0 && !biased && p.softcap == 0.0 && !p.slopes.data;
+    (waits ? later : now) = float(p.scale);
   }
   void apply(float* st, int rows, int keys) const {
     if (now == 1.0f) return;

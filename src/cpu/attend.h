@@ -135,15 +135,18 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
   }
 }
 
-// Normalises one row and writes it: out = o / sum, lse = max + log(sum); a row with no key gives 0 and -inf.
+// Normalises one row and writes it: out = o / sum, lse = max + log(sum), the sink among them; a row with no key gives 0
+// and -inf, or its sink.
 template <typename In, typename T>
 inline void write_row(const ForwardParams& a, int64_t b, int64_t h, int64_t s, const T* o, T max, T sum) {
   const Problem& p = a.problem;
   In* out = row_of<In>(a.out, b, h, s);
-  if (sum == T(0)) {
+  const bool empty = sum == T(0);
+  const T kept = p.sinks.data ? add_sink(T(p.sinks.at(b, h)), max, sum) : T(1);
+  if (empty) {
     for (int64_t c = 0; c < p.dim_v; ++c) narrow(T(0), out + c);
   } else {
-    store_row(out, o, p.dim_v, T(1) / sum);
+    store_row(out, o, p.dim_v, kept / sum);
   }
   static_cast<T*>(a.lse)[(b * p.heads_q + h) * p.seq_q + s] = max + std::log(sum);
 }

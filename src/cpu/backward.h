@@ -32,6 +32,7 @@ struct BackwardScratch {
   T* shift;        // (64): the log-sum-exp; +inf for a row with no key, so that every probability of it is 0
   T* weight;       // (64): 1, and P = weight * exp(S - shift)
   T* delta;        // (64): rowsum(O * dO) - dLSE
+  T* tanhs;        // (64 x kTileStride): of the capped scores; null without a cap
 
   BackwardScratch(Arena& arena, const Problem& p) : engine(arena, p) {
     pt = arena.take<T>(kTile * kTileStride);
@@ -39,6 +40,7 @@ struct BackwardScratch {
     shift = arena.take<T>(kTile);
     weight = arena.take<T>(kTile);
     delta = arena.take<T>(kTile);
+    tanhs = p.softcap > 0.0 ? arena.take<T>(kTile * kTileStride) : nullptr;
   }
   static int64_t bytes(const Problem& p) {
     Arena measure;
@@ -86,9 +88,13 @@ struct BackwardScratch {
       T alpha[kTile];
       online_softmax<1>(pt, 0, tile.rows, spans, engine.factor(), state, alpha, [](int, int, Vec<T>, Vec<T>) {});
     });
-    for (int r = 0; r < tile.rows; ++r)
-      if (inexact(a.problem, shift[r]))
-        shift[r] = state.max[r] * engine.factor(), weight[r] = T(1) / state.sum[r];
+    const HeadView& sinks = a.problem.sinks;
+    for (int r = 0; r < tile.rows; ++r) {
+      if (!inexact(a.problem, shift[r])) continue;
+      T max = state.max[r] * engine.factor(), sum = state.sum[r];
+      if (sinks.data) add_sink(T(sinks.at(tile.batch, tile.head[r])), max, sum);
+      shift[r] = max, weight[r] = T(1) / sum;
+    }
   }
 
   // The masked scores of a tile, in pt; false if none stays.
@@ -99,7 +105,7 @@ struct BackwardScratch {
     spans.finish(tile.rows, Engine::kKeyStep, keys);
     engine.load_keys(a, tile.batch, tile.head[0] / (a.problem.heads_q / a.problem.heads_kv), first_key, keys);
     for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) { engine.scores(r0, r1, j0, j1, pt); });
-    mask.apply(pt, a.problem, tile, 0, tile.rows, first_key, keys);
+    mask.apply(pt, a.problem, tile, 0, tile.rows, first_key, keys, tanhs);
     return true;
   }
 
@@ -126,6 +132,18 @@ struct BackwardScratch {
       }
     });
     return true;
+  }
+
+  // dS of the scores before the cap. That of a removed one is 0, whatever K held.
+  void pass_cap(const RowTile& tile, int keys) {
+    for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) {
+      for (int j = j0; j < j1; ++j)
+        for (int r = r0; r < r1; r += kLanes<T>) {
+          const int at = j * kTileStride + r;
+          const Vec<T> d = load(dt + at), t = load(tanhs + at);
+          store(dt + at, d == 0 ? d : d * (1 - t * t));
+        }
+    });
   }
 };
 
@@ -170,6 +188,7 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
       s.load_rows(a, tile);
       for_each_key_tile(p, tile, [&](int granule, int64_t first_key, int keys) {
         if (!s.recompute(a, tile, granule, first_key, keys)) return;
+        if (s.tanhs) s.pass_cap(tile, keys);
         s.for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) {
           s.engine.add_gradients(r0, r1, j0, j1, s.pt, s.dt, dk + first_key * ldk, dv + first_key * ldv);
         });
@@ -244,11 +263,32 @@ void backward_bias(const BackwardParams& a, const Launch& launch) {
   });
 }
 
+// The gradient of the sinks in a pass of its own, which visits rows and no scores. An item owns a head.
+template <typename Engine>
+void backward_sinks(const BackwardParams& a, const Launch& launch) {
+  const Problem& p = a.problem;
+  const int64_t bytes = BackwardScratch<Engine>::bytes(p);
+  for_each_item(launch.pool, p.heads_q, worthwhile_workers(p, 1), [&](int64_t head, int) {
+    Arena arena(thread_scratch(bytes));
+    BackwardScratch<Engine> s(arena, p);
+    double total = 0.0;
+    for (int64_t batch = 0; batch < p.batch; ++batch)
+      for (int64_t first = 0; first < p.seq_q; first += kTile) {
+        const RowTile tile = RowTile::of_head(batch, head, first, p.seq_q);
+        s.load_rows(a, tile);
+        for (int r = 0; r < tile.rows; ++r)  // the sink's weight, whose dP is 0
+          total -= double(std::exp(p.sinks.at(batch, head) - s.shift[r]) * s.weight[r]) * s.delta[r];
+      }
+    a.dsinks[head] = float(total);
+  });
+}
+
 template <typename Engine>
 const char* backward(const void* params, const Launch& launch) {
   const auto& a = *static_cast<const BackwardParams*>(params);
   if (a.dq.data || a.dv.data) backward_qkv<Engine>(a, launch);  // dq is null too where dim is 0
   if (a.dmask) backward_bias<Engine>(a, launch);
+  if (a.dsinks) backward_sinks<Engine>(a, launch);
   return nullptr;
 }
 

@@ -180,6 +180,14 @@ class FewRows {
     mask.find(p, tile, granule, first, keys);
     for (int r = 0; r < tile.rows; ++r) {
       T* scores = weights_ + r * kTile;
+      if (p.softcap > 0.0)
+        for (int j = 0; j < kTile; j += kLanes<T>)
+          store(scores + j, tanh_of(load(scores + j) / T(p.softcap)) * T(p.softcap));
+      if (p.slopes.data) {
+        const T slope = T(p.slopes.at(tile.batch, tile.head[r]));
+        const int64_t place = place_among_keys(p, tile.query[r], first);
+        for (int j = 0; j < keys; ++j) scores[j] -= slope * T(std::abs(place - j));
+      }
       if (mask.biased)
         with_bias_type(p.mask, [&](auto type) {
           const MaskView& m = p.mask;

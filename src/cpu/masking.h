@@ -2,7 +2,7 @@
 // ends of a strip of rows, and applied to S^T after them.
 #pragma once
 
-#include "tile.h"
+#include "score_terms.h"
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 
@@ -213,7 +213,8 @@ inline void add_bias(T* st, const Problem& p, const RowTile& tile, int r0, int r
   }
 }
 
-// What one (row tile, key tile) loses: kept scores first, the bias of a mixed granule after the product.
+// What one (row tile, key tile) loses: kept scores first, the bias of a mixed granule after the product, behind the cap
+// and the slopes.
 struct TileMask {
   KeptScores kept;
   bool biased;
@@ -231,7 +232,10 @@ struct TileMask {
     kept.cut_band(p, tile, first_key, keys);
   }
   template <typename T>
-  void apply(T* st, const Problem& p, const RowTile& tile, int r0, int r1, int64_t first_key, int keys) const {
+  void apply(T* st, const Problem& p, const RowTile& tile, int r0, int r1, int64_t first_key, int keys,
+             T* tanhs = nullptr) const {
+    if (p.softcap > 0.0) cap_scores(st, T(p.softcap), r0, r1, keys, tanhs);
+    if (p.slopes.data) add_slopes(st, p, tile, r0, r1, first_key, keys);
     if (biased)
       with_bias_type(p.mask, [&](auto type) { add_bias<decltype(type)>(st, p, tile, r0, r1, first_key, keys); });
     kept.apply(st, tile, r0, r1, keys);

@@ -204,6 +204,18 @@ def test_up_100_autocast_casts_all_three():
         assert served(q, k, v).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name, value, text", (
+    ("softcap", 2.0, "softcap is 2; flashsdpa_fwd_sm90 takes 0"),
+    ("alibi_slopes", torch.ones(2), "alibi_slopes is given; flashsdpa_fwd_sm90 takes none"),
+    ("sinks", torch.ones(2), "sinks is given; flashsdpa_fwd_sm90 takes none"),
+), ids=lambda v: v if isinstance(v, str) else "")
+def test_up_124_what_the_cpu_alone_serves_is_refused(name, value, text):
+    q = normal("124", 1, 2, 100, 64)
+    value = value.to("cuda") if isinstance(value, torch.Tensor) else value
+    with pytest.raises(RuntimeError, match=text):
+        torch_flashsdpa.attention(q, q, q, **{name: value})
+
+
 def test_up_114_the_batch_does_not_matter():
     """Not promised without batch_invariant, but this kernel gives it: a tile's work does not depend on the others."""
     q, k, v = (normal(f"114{i}", 64, 4, 333, 64) for i in range(3))
