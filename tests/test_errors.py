@@ -28,7 +28,7 @@ BAD = {
     "complex": ({n: v.to(torch.complex64) for n, v in Q.items()}, "dtype is ComplexFloat; supported on cpu: float32"),
     "float8": ({n: v.to(torch.float8_e4m3fn) for n, v in Q.items()}, "dtype is Float8_e4m3fn; supported on cpu"),
     "devices": (dict(key=t(2, 2, 7, 8).to("meta")), "query, key, value are on cpu, meta, cpu; give them on one device"),
-    "sparse": (dict(query=t(2, 4, 5, 8).to_sparse()), "query is nested or has layout Sparse; .* take dense strided tensors"),
+    "sparse": (dict(query=t(2, 4, 5, 8).to_sparse()), r"query is nested or has layout (Sparse|torch\.sparse_coo); .* take dense strided tensors"),
     "mask dtype": (
         dict(attn_mask=t(1, 1, 5, 7, dtype=torch.int64)),
         "attn_mask has dtype int64; supported: bool, float32, or the query's float32"),
