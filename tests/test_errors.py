@@ -88,7 +88,8 @@ def test_forward_op(name, grad):
 
 
 # The meta device stands for every device, so that dtypes and limits, which are a kernel's, are no matter of its.
-OF_A_DEVICE = ("devices", "mask device", "plan device", "random state device", "sparse", "sparse mask", "sparse plan", "integer", "complex", "float8", "large head_dim", "large value head_dim")
+OF_A_DEVICE = ("devices", "mask device", "plan device", "random state device", "sparse", "sparse mask", "sparse plan",
+               "integer", "complex", "float8", "large head_dim", "large value head_dim")
 
 
 @pytest.mark.parametrize("name", [n for n in (*BAD, *OP_ONLY) if n not in OF_A_DEVICE])
