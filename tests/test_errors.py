@@ -11,6 +11,8 @@ def t(*shape, dtype=torch.float32):
 
 
 Q = dict(query=t(2, 4, 5, 8), key=t(2, 2, 7, 8), value=t(2, 2, 7, 6))
+PLAN = ops().mask_plan(t(1, 1, 5, 7, dtype=torch.bool))
+SPARSE = r"is nested or has layout (Sparse|torch\.sparse_coo); .* take dense strided tensors"
 # name -> (changed arguments, what the error must say: the argument or shape, the value given, what is accepted)
 BAD = {
     "query rank": (dict(query=t(4, 5, 8)), "3, 4, 4 dimensions; give 4"),
@@ -28,7 +30,7 @@ BAD = {
     "complex": ({n: v.to(torch.complex64) for n, v in Q.items()}, "dtype is ComplexFloat; supported on cpu: float32"),
     "float8": ({n: v.to(torch.float8_e4m3fn) for n, v in Q.items()}, "dtype is Float8_e4m3fn; supported on cpu"),
     "devices": (dict(key=t(2, 2, 7, 8).to("meta")), "query, key, value are on cpu, meta, cpu; give them on one device"),
-    "sparse": (dict(query=t(2, 4, 5, 8).to_sparse()), "query is nested or has layout Sparse; .* take dense strided tensors"),
+    "sparse": (dict(query=t(2, 4, 5, 8).to_sparse()), f"query {SPARSE}"),
     "mask dtype": (
         dict(attn_mask=t(1, 1, 5, 7, dtype=torch.int64)),
         "attn_mask has dtype int64; supported: bool, float32, or the query's float32"),
@@ -50,8 +52,14 @@ BAD = {
     "sinks dtype": (dict(sinks=t(4, dtype=torch.bfloat16)), "sinks is bfloat16 on cpu; give float32 on cpu"),
     "sinks device": (dict(sinks=t(4).to("meta")), "sinks is float32 on meta; give float32 on cpu"),
     "batch_invariant": (dict(batch_invariant=True), "batch_invariant is True; flashsdpa kernels take False"),
+    "plan device": (dict(mask_plan=PLAN.to("meta")), "mask_plan is int32 on meta; give .*: int32 on cpu"),
+    "plan dtype": (dict(mask_plan=PLAN.long()), "mask_plan is int64 on .*; give .*: int32 on"),
+    "sparse mask": (dict(attn_mask=t(1, 1, 5, 7).to_sparse()), f"attn_mask {SPARSE}"),
+    "sparse plan": (dict(mask_plan=PLAN.to_sparse()), f"mask_plan {SPARSE}"),
 }
 OP_ONLY = {
+    "random state dtype": (dict(rng_state=t(2)), r"rng_state is float32 on .*; give flashsdpa::rng_state\(\): int64 on"),
+    "random state device": (dict(rng_state=torch.zeros(2).long().to("meta")), "rng_state is int64 on meta; give .* on cpu"),
     "mask rank": (dict(attn_mask=t(5, 7)), r"attn_mask \(5, 7\) does not broadcast"),
     "window left": (dict(window_left=-2), "window_left is -2"),
     "window right": (dict(window_right=-7), "window_right is -7"),
@@ -89,7 +97,9 @@ def test_forward_op(name, grad):
 
 
 # The meta device stands for every device, so that dtypes and limits, which are a kernel's, are no matter of its.
-OF_A_DEVICE = ("devices", "mask device", "slopes device", "slopes dtype", "sinks device", "sinks dtype", "sparse", "integer", "complex", "float8", "large head_dim", "large value head_dim")
+OF_A_DEVICE = ("devices", "mask device", "plan device", "random state device", "slopes device", "slopes dtype", "sinks device",
+               "sinks dtype", "sparse", "sparse mask", "sparse plan", "integer", "complex", "float8", "large head_dim",
+               "large value head_dim")
 
 
 @pytest.mark.parametrize("name", [n for n in (*BAD, *OP_ONLY) if n not in OF_A_DEVICE])
@@ -126,10 +136,75 @@ def test_attention_only(arguments, match):
     one_line(error)
 
 
-@pytest.mark.parametrize("argument, value", [("query", "text"), ("query", 3), ("query", None), ("attn_mask", "text"), ("attn_mask", 3)])
-def test_attention_wrong_type(argument, value):
-    with pytest.raises((TypeError, AttributeError, RuntimeError)):
-        torch_flashsdpa.attention(**{**Q, argument: value}, enable_gqa=True)
+@pytest.mark.parametrize("arguments, match", [
+    (dict(query="text"), "query is str 'text'; give a tensor"),
+    (dict(key=None), "key is NoneType None; give a tensor"),
+    (dict(attn_mask=3), "attn_mask is int 3; give a tensor or None"),
+    (dict(mask_plan=[PLAN]), "mask_plan is a list; give a tensor or None"),
+    (dict(window=5), r"window is 5; give \(left, right\)"),
+    (dict(window=(1, 2, 3)), r"window is \(1, 2, 3\); give \(left, right\)"),
+    (dict(is_causal="no"), "is_causal is str 'no'; give True or False"),
+    (dict(enable_gqa=t(2)), "enable_gqa is Tensor .*; give True or False"),
+    (dict(deterministic=0), "deterministic is int 0; give True or False"),
+    (dict(dropout_p="half"), "dropout_p is str 'half'; give a number"),
+], ids=lambda a: next(iter(a)) if isinstance(a, dict) else "")
+def test_attention_wrong_type(arguments, match):
+    with pytest.raises(TypeError, match=match):
+        torch_flashsdpa.attention(**{**Q, "enable_gqa": True, **arguments})
+
+
+FIVE = dict(query=t(2, 3, 4, 5, 8), key=t(2, 3, 4, 7, 8), value=t(2, 3, 4, 7, 6))
+
+
+@pytest.mark.parametrize("change, match", [
+    (dict(key=t(3, 2, 4, 7, 8)), r"key, value are .*\(3, 2, 4, 7, 8\).*: batch sizes differ"),
+    (dict(value=t(6, 1, 4, 7, 6)), "batch sizes differ"),
+    (dict(attn_mask=t(3, 2, 1, 5, 7)), r"attn_mask \(3, 2, 1, 5, 7\) does not broadcast to the query's leading axes \(2, 3\)"),
+    (dict(attn_mask=t(6, 4, 5, 7)), r"attn_mask \(6, 4, 5, 7\) does not broadcast to the query's leading axes \(2, 3\)"),
+], ids=("key", "value", "mask of five axes", "mask of four axes"))
+def test_several_batch_axes_are_not_taken_for_their_product(change, match):
+    with raises(match):
+        torch_flashsdpa.attention(**{**FIVE, **change})
+
+
+def test_a_mask_broadcasts_to_several_batch_axes_from_the_last():
+    x = {name: torch.randn(tensor.shape) for name, tensor in FIVE.items()}
+    for sizes in ((5, 7), (4, 5, 7), (3, 4, 5, 7), (3, 1, 1, 7), (2, 1, 4, 5, 7), (1, 3, 1, 5, 7), (1, 1, 1, 5, 1)):
+        mask = torch.randn(sizes)
+        want = torch.nn.functional.scaled_dot_product_attention(**x, attn_mask=mask.expand(2, 3, 4, 5, 7))
+        torch.testing.assert_close(torch_flashsdpa.attention(**x, attn_mask=mask), want)
+    torch_flashsdpa.reset_routed_calls()
+
+
+@pytest.mark.parametrize("call, error, match", [
+    (lambda f: f.plan_mask("text"), TypeError, "attn_mask is str 'text'; give a tensor"),
+    (lambda f: f.plan_mask(t(5, 7).to_sparse()), RuntimeError, f"attn_mask {SPARSE}"),
+    (lambda f: f.plan_mask(torch.ones(1).expand(2**31, 4)), RuntimeError, "give lengths of at most 2147483647"),
+    (lambda f: f.plan_mask(torch.ones(1, device="meta").expand(2**34, 2**28)), RuntimeError, "give lengths of at most"),
+    (lambda f: f.plan_mask_fn(None, 1, 1, 4, 4), TypeError, "fn is None; give a function"),
+    (lambda f: f.plan_mask_fn(lambda b, h, q, k: q + k, 1, 1, 4, 4), TypeError, r"is torch.int64 \(\); give one bool"),
+    (lambda f: f.plan_mask_fn(lambda *_: torch.ones(3) > 0, 1, 1, 4, 4), TypeError, r"is torch.bool \(3,\); give one bool"),
+    (lambda f: f.plan_mask_fn(max, -1, 1, 4, 4), ValueError, "batch is -1; give at least 1"),
+    (lambda f: f.plan_mask_fn(max, 1, 1, 4.5, 4), TypeError, "seq_q is 4.5; give a whole number of at least 0"),
+    (lambda f: f.merge_partials(OUT, LSE, OUT, LSE[0]), RuntimeError, r"out1, lse1, out2, lse2 are .*\(4, 5\); give outs"),
+    (lambda f: f.merge_partials(OUT, None, OUT, LSE), TypeError, "lse1 is NoneType None; give a tensor"),
+    (lambda f: f.explain("text", OUT, OUT), TypeError, "query is str 'text'; give a tensor"),
+    (lambda f: f.explain(OUT, OUT, OUT, is_causal="no"), TypeError, "is_causal is str 'no'; give True or False"),
+    (lambda f: f.explain(OUT, OUT, OUT, scale="big"), TypeError, "scale is str 'big'; give a number"),
+    (lambda f: f.enable("flashsdpa", strict="no"), TypeError, "strict is str 'no'; give True or False"),
+    (lambda f: f.sdpa_backend("auto", strict=1).__enter__(), TypeError, "strict is int 1; give True or False"),
+])
+def test_other_functions(call, error, match):
+    with pytest.raises(error, match=match) as found:
+        call(torch_flashsdpa)
+    one_line(found)
+
+
+@pytest.mark.parametrize("value", (t(7, 6), t(6), torch.nested.nested_tensor([t(2, 7, 6), t(2, 5, 6)])), ids=("2", "1", "nested"))
+def test_explain_of_a_refused_call_looks_at_no_size_that_is_not_there(value):
+    for arguments in ((Q["query"], Q["key"], value), (Q["query"], value, value), (value, Q["key"], value)):
+        explanation = torch_flashsdpa.explain(*arguments, backend="flashsdpa")
+        assert explanation.chosen == "stock" and all(c["reasons"] for c in explanation.candidates)
 
 
 LSE, OUT = t(2, 4, 5), t(2, 4, 5, 6)
@@ -143,6 +218,7 @@ BACKWARD = {
     "grad_lse shape": (dict(grad_lse=t(2, 4)), r"grad_lse is .*\(2, 4\)"),
     "grad_out device": (dict(grad_out=OUT.to("meta")), "grad_out is .* on meta"),
     "key": (dict(key=t(2, 3, 7, 8)), "flashsdpa::backward.*key and value heads differ"),
+    "plan device": (dict(mask_plan=PLAN.to("meta")), "flashsdpa::backward: mask_plan is int32 on meta"),
     "dropout": (dict(dropout_p=0.5), "flashsdpa::backward: dropout_p is 0.5"),
     "window": (dict(window_left=-4), "window_left is -4"),
 }

@@ -163,6 +163,33 @@ def test_a_plan_of_another_version_is_refused():
         ops().forward(x.q, x.k, x.v, attn_mask=x.mask, mask_plan=plan)
 
 
+def test_a_plan_with_a_count_that_its_list_cannot_have_is_refused():
+    """In any plane and row: the kernels would read past the list, and past the plan. With its mask or alone."""
+    x = inputs(Case("counts", 2, (2, 2), (130, 200), (8, 8), mask="random:bhqk"))
+    for batch, head, row, count in ((0, 0, 0, 5), (1, 1, 2, -1), (1, 0, 1, 2**31 - 1), (0, 1, 2, -(2**31))):
+        plan = ops().mask_plan(x.mask)
+        plan[batch, head, 4 + row * 5] = count
+        for mask in (x.mask, None):
+            with pytest.raises(RuntimeError, match=f"mask_plan counts {count} granules in row {row}, where there are 0 to 4"):
+                ops().forward(x.q, x.k, x.v, attn_mask=mask, mask_plan=plan)
+
+
+def test_a_plan_of_nonsense_within_its_lists_ends():
+    """What the lists and the bits say is taken on trust, but nothing outside the plan is read, whatever it is."""
+    x = inputs(Case("nonsense", 1, (2, 2), (130, 200), (8, 8), mask="random:hqk"))
+    true = ops().mask_plan(x.mask)
+    leaves = [tensor.requires_grad_() for tensor in (x.q, x.k, x.v)]
+    g = generator("nonsense")
+    for _ in range(20):
+        plan = torch.randint(-(2**31), 2**31, true.shape, dtype=torch.int32, generator=g)
+        plan[..., 0] = true[..., 0]
+        plan[..., 4:19:5] = torch.randint(0, 5, (1, 2, 3), dtype=torch.int32, generator=g)
+        for mask in (x.mask, None):
+            out, _ = ops().forward(*leaves, attn_mask=mask, mask_plan=plan)
+            torch.autograd.grad(out.sum(), leaves)
+            assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("mask, match", [
     (torch.ones(4, 4, dtype=torch.bool), "attn_mask has 2 dimensions; give 4"),
     (torch.ones(1, 1, 4, 4, dtype=torch.int64), "attn_mask is int64.*supported: bool"),
@@ -222,6 +249,12 @@ def test_a_plan_from_a_predicate(name, compile):
         mask = fn(b, h, torch.arange(seq_q)[:, None], torch.arange(seq_k)).expand(2, 3, seq_q, seq_k)
         plan = torch_flashsdpa.plan_mask_fn(fn, 2, 3, seq_q, seq_k, compile=compile)
         assert torch.equal(plan, ops().mask_plan(mask.contiguous()))
+
+
+@pytest.mark.parametrize("sizes", ((0, 4), (4, 0), (0, 0), (0, 200)), ids=str)
+def test_a_plan_of_nothing_from_a_predicate(sizes):
+    plan = torch_flashsdpa.plan_mask_fn(PREDICATES["causal"], 2, None, *sizes, compile=False)
+    assert torch.equal(plan, ops().mask_plan(torch.ones(2, 1, *sizes, dtype=torch.bool)))
 
 
 def test_a_predicate_that_looks_up_documents():

@@ -2,6 +2,7 @@
 
 import torch
 
+from ._inputs import check_flags, check_numbers, check_tensors
 from ._loader import binding
 
 
@@ -41,7 +42,8 @@ def attention(
         sinks: (heads_q,) float32, one logit per head that takes weight in every row and gives no value. With a gradient.
         return_lse: also return the log-sum-exp of the final scores, that of the sink among them, with a gradient.
         mask_plan: plan_mask(attn_mask), to plan a mask once for many calls; or, without attn_mask, the plan of a bool mask,
-            which says all of it. It has the sizes of attn_mask as given.
+            which says all of it. It has the sizes of attn_mask as given. Its sizes are checked; that it is of this mask
+            is taken on trust.
         deterministic: bitwise equal gradients in every run; None asks torch.are_deterministic_algorithms_enabled().
         batch_invariant: a sequence's result does not depend on its batch.
 
@@ -49,10 +51,20 @@ def attention(
         out (..., heads_q, seq_q, dim_v), in query's layout and dtype; with return_lse also lse (..., heads_q, seq_q),
         float32 natural logarithm (float64 for float64 inputs), -inf for a row without an allowed key (or its sink).
 
-    Raises RuntimeError, naming every argument that our kernels do not take, and where the compiled binding is missing.
+    Raises RuntimeError, naming every argument that our kernels do not take, and where the compiled binding is missing;
+    TypeError for an argument of the wrong type.
     """
     binding()  # the ops exist once it is loaded
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     ops = torch.ops.flashsdpa
+    check_tensors(query=query, key=key, value=value)
+    check_tensors(optional=True, attn_mask=attn_mask, mask_plan=mask_plan, alibi_slopes=alibi_slopes, sinks=sinks)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, bottom_right=bottom_right, return_lse=return_lse,
+                deterministic=deterministic, batch_invariant=batch_invariant)
+    check_numbers(dropout_p=dropout_p, softcap=softcap)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window is {window!r}; give (left, right), two numbers of keys, -1 for no limit")
     lead = _check_ranks(query, key, value)
     if key.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         raise RuntimeError(
@@ -81,7 +93,7 @@ def attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        deterministic=deterministic,
         batch_invariant=batch_invariant,
     )
     if query.dim() != 4:
@@ -97,9 +109,11 @@ def plan_mask(attn_mask):
         attn_mask: (..., seq_q|1, seq_k|1) with up to 4 axes, as given to attention(); it must not change afterwards. An axis
             that broadcasts is cheap as size 1, and planned in full where it is expanded.
     Returns:
-        An opaque int32 tensor on the mask's device. Raises RuntimeError where the compiled binding is missing.
+        An opaque int32 tensor on the mask's device. Raises RuntimeError for a mask that cannot be planned, and where the
+        compiled binding is missing.
     """
     binding()
+    check_tensors(attn_mask=attn_mask)
     if attn_mask.dim() > 4:
         raise RuntimeError(f"attn_mask has {attn_mask.dim()} axes; plan_mask takes up to 4: (batch, heads, seq_q, seq_k)")
     return torch.ops.flashsdpa.mask_plan(_mask_to_4d(attn_mask.detach(), ()))
@@ -114,6 +128,10 @@ def merge_partials(out1, lse1, out2, lse2):
     Returns:
         (out, lse) in the dtypes of out1 and lse1. An empty partial (lse -inf) leaves the other as it is, bit for bit.
     """
+    check_tensors(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
+    if out1.shape != out2.shape or not out1.shape[:-1] == lse1.shape == lse2.shape:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (out1, lse1, out2, lse2))
+        raise RuntimeError(f"out1, lse1, out2, lse2 are {shapes}; give outs of one shape, and lses of it without the last axis")
     top = torch.maximum(lse1, lse2)
     base = torch.where(top == -torch.inf, 0.0, top)  # both empty: weights 0, not nan
     weight1, weight2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
@@ -124,14 +142,19 @@ def merge_partials(out1, lse1, out2, lse2):
 
 
 def _check_ranks(query, key, value):
-    """The leading axes before (heads, length, head_dim)."""
+    """The leading axes before (heads, length, head_dim), which are the same in all three."""
     ranks = query.dim(), key.dim(), value.dim()
     if min(ranks) < 2 or len(set(ranks)) > 1:
         raise RuntimeError(
             f"query, key, value have {ranks[0]}, {ranks[1]}, {ranks[2]} axes; give equal counts, at least 2: "
             "(..., heads, length, head_dim)"
         )
-    return query.shape[:-3]
+    lead = query.shape[:-3]
+    # With one leading axis the op compares them. Several become one there, in which (2, 3) would pass for (3, 2).
+    if len(lead) > 1 and not lead == key.shape[:-3] == value.shape[:-3]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise RuntimeError(f"query, key, value are {shapes}: batch sizes differ; give equal ones")
+    return lead
 
 
 def _to_4d(tensor):
@@ -143,10 +166,16 @@ def _to_4d(tensor):
 
 
 def _mask_to_4d(mask, lead):
-    if mask.dim() <= 4:
-        return mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
-    if all(size == 1 for size in mask.shape[:-3]):
+    """`lead`: the query's leading axes; where they are several, the mask gets them all, or none."""
+    if mask.dim() < 4:
+        return mask[(None,) * (4 - mask.dim())]
+    if mask.dim() == 4 and len(lead) < 2:
+        return mask
+    own = mask.shape[:-3]
+    if all(size == 1 for size in own):
         return mask.flatten(0, -4)
+    if any(size not in (1, whole) for size, whole in zip(own, lead[len(lead) - len(own):])):
+        raise RuntimeError(f"attn_mask {tuple(mask.shape)} does not broadcast to the query's leading axes {tuple(lead)}")
     return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
 
 

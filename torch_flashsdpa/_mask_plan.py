@@ -22,10 +22,32 @@ def plan_mask_fn(fn, batch, heads, seq_q, seq_k, *, device=None, compile=True):
         compile: by torch.compile, so that no (seq_q, seq_k) tensor comes to be; False evaluates fn as it is.
     Returns:
         int32 (batch, heads, words): what plan_mask() returns for the mask written down.
+
+    Raises TypeError for what is no predicate, ValueError for sizes below 0 (batch and heads: below 1).
     """
+    _check(fn, batch, heads, seq_q, seq_k)
     make = _compiled() if compile else _make_plan
     index = torch.zeros((), dtype=torch.int64, device=device)
+    if seq_q and seq_k:
+        # Its answer to one position tells what a compiled graph, or a sum over broadcast axes, would not say clearly.
+        answer = fn(index, index, index, index)
+        kind = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else type(answer).__name__
+        if kind not in ("torch.bool ()", "bool"):
+            raise TypeError(f"fn(b, h, q, k) of one position each is {kind}; give one bool")
     return make(fn, batch or 1, heads or 1, seq_q, seq_k, index)
+
+
+def _check(fn, batch, heads, seq_q, seq_k):
+    if not callable(fn):
+        raise TypeError(f"fn is {fn!r}; give a function fn(b, h, q, k) -> bool")
+    sizes = {"batch": (batch, 1), "heads": (heads, 1), "seq_q": (seq_q, 0), "seq_k": (seq_k, 0)}
+    for name, (size, least) in sizes.items():
+        if size is None and least == 1:
+            continue
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {size!r}; give a whole number of at least {least}")
+        if size < least:
+            raise ValueError(f"{name} is {size}; give at least {least}")
 
 
 @functools.cache
@@ -41,7 +63,7 @@ def _make_plan(fn, batch, heads, seq_q, seq_k, index):
     words = (keep.long() << place).sum(-1)
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     bits = words.flatten(2, 3)[:, :, :seq_q].flatten(2)
-    in_words = keep.sum((3, 5)).view(batch, heads, rows, -1, GRANULE // WORD)  # torch 2.11 cannot trace unflatten in a device context
+    in_words = keep.sum((3, 5)).view(batch, heads, rows, cols + cols % 2, GRANULE // WORD)  # torch 2.11 cannot trace unflatten in a device context
     kept = in_words.sum(-1)[..., :cols]  # in each granule
     inside = _inside(seq_q, rows, index)[:, None] * _inside(_width(seq_k), cols, index)
     classes = torch.where(kept == 0, EMPTY, torch.where(kept == inside, FULL, BITS))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import _loader, selection
+from ._inputs import check_flags, check_numbers, check_tensors
 
 logger = logging.getLogger("torch_flashsdpa")
 _LEVELS = {"off": (), "decisions": ("decision",), "launches": ("decision", "launch")}
@@ -36,6 +37,11 @@ def dtype_name(dtype):
 
 def _shape(sizes):
     return f"({', '.join(map(str, sizes))})"
+
+
+def _shape_of(tensor):
+    # A nested tensor of the strided layout has no shape to ask for.
+    return "nested" if tensor.is_nested and tensor.layout is torch.strided else _shape(tensor.shape)
 
 
 @dataclass
@@ -181,8 +187,10 @@ def explain(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa: SDPA's; real, meta or fake tensors.
         backend: "flashsdpa", "auto" or "stock"; None is the selection in force on this thread.
     Returns:
-        an Explanation. Print it.
+        an Explanation. Print it. TypeError, ValueError: an argument is of the wrong type, backend unknown. What SDPA would
+        refuse for its shapes, dtypes or devices is no error here: the reasons say it.
     """
+    _check_explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     library = _loader.load()
     if backend is None:
         now = selection.status()
@@ -202,13 +210,20 @@ def explain(
     )
 
 
+def _check_explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    check_tensors(any_layout=True, query=query, key=key, value=value)
+    check_tensors(any_layout=True, optional=True, attn_mask=attn_mask)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    check_numbers(dropout_p=dropout_p, scale=1.0 if scale is None else scale)
+
+
 def _call_text(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
     parts = [
-        f"scaled_dot_product_attention  q {_shape(query.shape)} k {_shape(key.shape)} v {_shape(value.shape)}",
+        f"scaled_dot_product_attention  q {_shape_of(query)} k {_shape_of(key)} v {_shape_of(value)}",
         f"{dtype_name(query.dtype)} {query.device.type}",
     ]
     if attn_mask is not None:
-        parts.append(f"mask {dtype_name(attn_mask.dtype)} {_shape(attn_mask.shape)}")
+        parts.append(f"mask {dtype_name(attn_mask.dtype)} {_shape_of(attn_mask)}")
     if is_causal:
         parts.append("causal")
     if enable_gqa:

@@ -12,6 +12,7 @@ import torch
 
 from . import _dynamo_compat, _hook, _loader
 from ._hook import route_in_export
+from ._inputs import check_flags
 
 __all__ = ["enable", "disable", "sdpa_backend", "is_enabled", "status", "route_in_export", "restore_point"]
 
@@ -70,10 +71,11 @@ def enable(backend="auto", strict=False):
             kernels do not support it.
 
     Where the compiled binding is missing or does not fit the installed torch this warns, in one line, and SDPA stays
-    stock (strict: RuntimeError). Raises ValueError for an unknown backend. Every caller is served from then on, code
-    that was compiled earlier too. A thread's sdpa_backend() scope has precedence.
+    stock (strict: RuntimeError). Raises ValueError for an unknown backend, TypeError for a strict that is no bool.
+    Every caller is served from then on, code that was compiled earlier too. A thread's sdpa_backend() scope has precedence.
     """
     chosen = number(backend)
+    check_flags(strict=strict)
     _C = _library_or_warn(strict and chosen, stacklevel=3)
     if _C is None:
         return
@@ -138,6 +140,7 @@ def sdpa_backend(backend, strict=False):
     raises CheckpointError if that differs.
     """
     chosen = number(backend)
+    check_flags(strict=strict)
     if torch.compiler.is_dynamo_compiling():
         if not _prepare_graph_scopes():
             yield

@@ -92,6 +92,21 @@ bool check_per_head_kind(const char* name, const OptTensor& t, const Tensor& que
                      query.device());
 }
 
+// A plan on another device would choose another device's kernel for the call, of which nothing is written here.
+bool check_mask_plan_kind(const Tensor& plan, const at::Device& device, Reasons& reasons) {
+  if (check_kind("mask_plan", plan, reasons)) return true;
+  return is_dense(plan) && (plan.scalar_type() != at::kInt || plan.device() != device) &&
+         reasons.add("mask_plan is ", dtype_name(plan.scalar_type()), " on ", plan.device(),
+                     "; give flashsdpa::mask_plan(attn_mask) of this mask: int32 on ", device);
+}
+
+bool check_rng_state_kind(const Tensor& state, const at::Device& device, Reasons& reasons) {
+  if (check_kind("rng_state", state, reasons)) return true;
+  return is_dense(state) && (state.scalar_type() != at::kLong || state.device() != device) &&
+         reasons.add("rng_state is ", dtype_name(state.scalar_type()), " on ", state.device(),
+                     "; give flashsdpa::rng_state(): int64 on ", device);
+}
+
 c10::SymInt const& size(const Tensor& t, int axis) { return t.sym_sizes()[axis]; }
 
 // (heads_q), or (batch, heads_q) where allowed.
@@ -161,6 +176,15 @@ std::string shape_text(c10::SymIntArrayRef sizes) {
   return "(" + join(parts, ", ") + ")";
 }
 
+void require_plannable(const Tensor& mask) {
+  TORCH_CHECK(mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", to_text(mask.dim()),
+              " dimensions; give 4: (batch|1, heads|1, query length|1, key length|1)");
+  for (int axis : {2, 3})
+    TORCH_CHECK(at_least(c10::SymInt(kPlanLongest), size(mask, axis)), "flashsdpa::mask_plan: attn_mask is ",
+                shape_text(mask.sym_sizes()), "; give lengths of at most ", to_text(kPlanLongest),
+                ", and size 1 for an axis that broadcasts");
+}
+
 bool needs_mask_grad(const Call& call) {
   return at::GradMode::is_enabled() && given(call.options.attn_mask) && call.options.attn_mask->requires_grad();
 }
@@ -191,6 +215,12 @@ bool check_kinds(const Call& call, Reasons& reasons) {
   const Tensor &q = call.query, &k = call.key, &v = call.value;
   const OptTensor& mask = call.options.attn_mask;
   if (q.defined() && given(mask) && check_mask_kind(*mask, q, reasons)) return false;
+  if (q.defined() && given(call.options.mask_plan) &&
+      check_mask_plan_kind(*call.options.mask_plan, q.device(), reasons))
+    return false;
+  if (q.defined() && given(call.options.rng_state) &&
+      check_rng_state_kind(*call.options.rng_state, q.device(), reasons))
+    return false;
   if (check_options(call.options, reasons)) return false;
   if (check_kind("query", q, reasons) || check_kind("key", k, reasons) || check_kind("value", v, reasons)) return false;
   if (!q.defined() || !k.defined() || !v.defined()) return false;

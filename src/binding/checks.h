@@ -53,6 +53,9 @@ const char* dtype_name(at::ScalarType type);  // "float32"
 bool is_dense(const Tensor& t);               // defined, strided, not nested
 std::string shape_text(c10::SymIntArrayRef sizes);
 
+// Raises an error for a tensor that no plan is made of, whatever the device.
+void require_plannable(const Tensor& mask);
+
 // Whether a gradient is asked of the call: of any input, of attn_mask.
 bool needs_grad(const Call& call);
 bool needs_mask_grad(const Call& call);

@@ -115,18 +115,33 @@ MaskView mask_view(const Tensor& mask) {
   return m;
 }
 
-// A plan of the right make, of a mask of these sizes.
-PlanView plan_view(const Tensor& plan, const at::Device& device, at::IntArrayRef shape) {
+// Whether a plan in host memory has this release's version and row lists that end inside themselves, which the kernels
+// rely on when they read. What the lists say is not looked at: that would be to plan the mask again.
+void check_plan_words(const Tensor& plan, int64_t queries, int64_t keys) {
+  const int64_t rows = plan_granules(queries), cols = plan_granules(keys), words = plan.size(2);
+  const int32_t* first = plan.const_data_ptr<int32_t>();
+  for (int64_t plane = 0; plane < plan.size(0) * plan.size(1); ++plane) {
+    const int32_t* data = first + plane * words;
+    TORCH_CHECK(data[0] == kPlanVersion, "mask_plan has version ", to_text(data[0]), "; this release reads version ",
+                to_text(kPlanVersion), "; make it again with flashsdpa::mask_plan(attn_mask)");
+    for (int64_t row = 0; row < rows; ++row) {
+      const int32_t count = data[plan_row_offset(row, cols)];
+      TORCH_CHECK(count >= 0 && count <= cols, "mask_plan counts ", to_text(count), " granules in row ", to_text(row),
+                  ", where there are 0 to ", to_text(cols), "; make it again with flashsdpa::mask_plan(attn_mask)");
+    }
+  }
+}
+
+// A plan of the right make, of a mask of these lengths and this plan shape.
+PlanView plan_view(const Tensor& plan, const at::Device& device, at::IntArrayRef shape, int64_t queries,
+                   int64_t keys) {
   TORCH_CHECK(plan.scalar_type() == at::kInt && plan.is_contiguous() && plan.sizes() == shape && plan.device() == device,
               "mask_plan is ", dtype_name(plan.scalar_type()), " ", shape_text(plan.sym_sizes()), " on ", plan.device(),
               "; give flashsdpa::mask_plan(attn_mask) of this mask: contiguous int32 ",
               shape_text(c10::fromIntArrayRefKnownNonNegative(shape)), " on ", device);
   PlanView p;
   p.data = plan.const_data_ptr<int32_t>();
-  // Read on the CPU only: on a device it would make the host wait.
-  TORCH_CHECK(!plan.is_cpu() || plan.numel() == 0 || p.data[0] == kPlanVersion, "mask_plan has version ",
-              to_text(p.data[0]), "; this release reads version ", to_text(kPlanVersion),
-              "; make it again with flashsdpa::mask_plan(attn_mask)");
+  if (plan.is_cpu()) check_plan_words(plan, queries, keys);  // on a device the host would have to wait for them
   if (plan.size(0) > 1) p.stride_batch = plan.stride(0);
   if (plan.size(1) > 1) p.stride_head = plan.stride(1);
   return p;
@@ -138,13 +153,14 @@ void take_plan_alone(const Tensor& plan, const at::Device& device, Problem* p) {
   int64_t queries = -1, keys = -1;
   for (const int64_t q : {p->seq_q, int64_t{1}}) {
     for (const int64_t k : {p->seq_k, int64_t{1}}) {
-      if (queries < 0 && plan.dim() == 3 && plan.size(2) == plan_words(q, k)) queries = q, keys = k;
+      const bool plannable = q <= kPlanLongest && k <= kPlanLongest;
+      if (queries < 0 && plannable && plan.dim() == 3 && plan.size(2) == plan_words(q, k)) queries = q, keys = k;
     }
   }
   TORCH_CHECK(queries >= 0 && fits(plan.size(0), p->batch) && fits(plan.size(1), p->heads_q), "mask_plan is ",
               shape_text(plan.sym_sizes()), "; give the plan of a mask that broadcasts to (", to_text(p->batch), ", ",
               to_text(p->heads_q), ", ", to_text(p->seq_q), ", ", to_text(p->seq_k), ")");
-  p->plan = plan_view(plan, device, plan.sizes());
+  p->plan = plan_view(plan, device, plan.sizes(), queries, keys);
   const int64_t sizes[4] = {plan.size(0), plan.size(1), queries, keys};
   std::copy(std::begin(sizes), std::end(sizes), p->mask.size);
 }
@@ -169,7 +185,11 @@ Problem problem(const Call& call) {
   const at::Device device = call.query.device();
   if (given(o.attn_mask)) {
     p.mask = mask_view(*o.attn_mask);
-    if (given(o.mask_plan)) p.plan = plan_view(*o.mask_plan, device, plan_shape<int64_t>(o.attn_mask->sizes()));
+    if (given(o.mask_plan)) {
+      require_plannable(*o.attn_mask);
+      p.plan = plan_view(*o.mask_plan, device, plan_shape<int64_t>(o.attn_mask->sizes()), p.mask.size[2],
+                         p.mask.size[3]);
+    }
   } else if (given(o.mask_plan)) {
     take_plan_alone(*o.mask_plan, device, &p);
   }
@@ -181,7 +201,7 @@ OptTensor plan_if_needed(const Call& call, Problem* p) {
   const Options& o = call.options;
   if (!call.query.is_cuda() || !given(o.attn_mask) || given(o.mask_plan)) return std::nullopt;
   Tensor plan = mask_plan_on_device(*o.attn_mask);
-  p->plan = plan_view(plan, call.query.device(), plan.sizes());
+  p->plan = plan_view(plan, call.query.device(), plan.sizes(), p->mask.size[2], p->mask.size[3]);
   return plan;
 }
 
@@ -343,8 +363,7 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
 }
 
 Tensor mask_plan_on_device(const Tensor& attn_mask) {
-  TORCH_CHECK(attn_mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", to_text(attn_mask.dim()),
-              " dimensions; give 4: (batch|1, heads|1, query length|1, key length|1)");
+  require_plannable(attn_mask);
   const auto* entry = table_entry(Pass::kMaskPlan, attn_mask.device(), attn_mask.scalar_type());
   TORCH_CHECK(entry != nullptr, "flashsdpa::mask_plan: attn_mask is ", dtype_name(attn_mask.scalar_type()), " on ",
               attn_mask.device(), "; supported: bool, float32, bfloat16, float16, float64 on a device with a kernel");

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "mask_plan.h"
 
@@ -51,6 +52,9 @@ std::array<Int, 4> dense_strides(const std::array<Int, 4>& sizes, c10::ArrayRef<
   }
   return strides;
 }
+
+// Of a mask that is planned, either length: up to here no index and no count of words overflows.
+constexpr int64_t kPlanLongest = std::numeric_limits<int32_t>::max();
 
 // The shape of the mask plan (mask_plan.h) of a 4-D mask: (mask batch, mask heads, words).
 template <class Int>

@@ -69,8 +69,7 @@ BackwardResult backward_meta(FLASHSDPA_BACKWARD_PARAMS) {
 }
 
 Tensor mask_plan_meta(const Tensor& attn_mask) {
-  TORCH_CHECK(attn_mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", to_text(attn_mask.dim()),
-              " dimensions; give 4: (batch|1, heads|1, query length|1, key length|1)");
+  require_plannable(attn_mask);
   return at::empty_symint(plan_shape<c10::SymInt>(attn_mask.sym_sizes()), attn_mask.options().dtype(at::kInt));
 }
 

@@ -34,6 +34,9 @@ std::string mask_text(const OptTensor& mask) {
 std::vector<Candidate> candidates(const Call& call, const KernelEntry* chosen) {
   std::vector<Candidate> list;
   const bool cuda = call.device.is_cuda();
+  // The entries look at sizes, which a refused call need not have.
+  bool shaped = true;
+  for (const Tensor* t : {&call.query, &call.key, &call.value}) shaped = shaped && is_dense(*t) && t->dim() == 4;
   int count = 0;
   const KernelEntry* table = kernel_table(&count);
   for (int i = 0; i < count; ++i) {
@@ -45,7 +48,7 @@ std::vector<Candidate> candidates(const Call& call, const KernelEntry* chosen) {
     const KernelEntry* winner = backward ? backward_entry(call) : chosen;
     if (&entry != chosen && !entry_available(entry))
       reasons.add(isa_name(entry.isa), " is not available on this machine");
-    if (call.query.dim() == 4) check_entry(entry, call, backward && needs_mask_grad(call), reasons);
+    if (shaped) check_entry(entry, call, backward && needs_mask_grad(call), reasons);
     if (backward && !needs_grad(call)) reasons.add("no gradient is needed");
     if (reasons.ok() && chosen == nullptr) reasons.add("the call goes to stock");
     if (reasons.ok() && winner != &entry) {
