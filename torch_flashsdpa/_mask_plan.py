@@ -63,7 +63,8 @@ def _make_plan(fn, batch, heads, seq_q, seq_k, index):
     words = (keep.long() << place).sum(-1)
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     bits = words.flatten(2, 3)[:, :, :seq_q].flatten(2)
-    in_words = keep.sum((3, 5)).view(batch, heads, rows, cols + cols % 2, GRANULE // WORD)  # torch 2.11 cannot trace unflatten in a device context
+    # Not by unflatten, which torch 2.11 cannot trace in a device context.
+    in_words = keep.sum((3, 5)).view(batch, heads, rows, cols + cols % 2, GRANULE // WORD)
     kept = in_words.sum(-1)[..., :cols]  # in each granule
     inside = _inside(seq_q, rows, index)[:, None] * _inside(_width(seq_k), cols, index)
     classes = torch.where(kept == 0, EMPTY, torch.where(kept == inside, FULL, BITS))

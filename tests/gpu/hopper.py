@@ -18,3 +18,13 @@ def on_the_gpu():
         return
     with torch.device("cuda"), torch.no_grad():
         yield
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu_with_gradients():
+    """New tensors are on the GPU. For modules that import it."""
+    if not IS_HOPPER:
+        yield
+        return
+    with torch.device("cuda"):
+        yield

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BANDS, GRAD_LAYOUTS, LAYOUTS, Case, inputs
-from hopper import IS_HOPPER, needs_hopper
+from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import INF, Call, Inputs, check, check_counting, generator, ops, run_sdpa
 
 import torch_flashsdpa
@@ -22,15 +22,6 @@ CLASSES = (64, 96, 128, 192, 256)
 MIXED_DIMS = ((192, 128), (128, 192), (64, 256), (256, 64), (96, 33), (5, 70), (64, 1), (1, 64), (0, 8), (24, 0))
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 1000, 1021)
 HEADS = ((2, 2), (4, 1), (6, 3), (7, 1))
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu():
-    if not IS_HOPPER:
-        yield
-        return
-    with torch.device("cuda"):
-        yield
 
 
 def poison():

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import make_mask
-from hopper import needs_hopper
+from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import INF, Call, Inputs, check, check_counting, generator, ops, run_op, run_sdpa
-from test_masked_backward_sm90 import on_the_gpu  # noqa: F401
 
 import torch_flashsdpa
 

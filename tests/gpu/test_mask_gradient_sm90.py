@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BANDS, BROADCASTS, MASK_STRIDES, Case, inputs
-from hopper import IS_HOPPER, needs_hopper
+from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import Call, attention64, check, check_counting, keep_of, ops, run_op, run_sdpa
 from test_masks_sm90 import make
 
@@ -19,15 +19,6 @@ HALVES = (torch.bfloat16, torch.float16)
 CLASSES = (64, 128, 256)
 DIMS = ((64, 64), (33, 20), (96, 96), (128, 128), (192, 128), (256, 256))
 KINDS = ("bias", "bias32", "bias_inf", "zeros", "all_inf", "lowest")
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu():
-    if not IS_HOPPER:
-        yield
-        return
-    with torch.device("cuda"):
-        yield
 
 
 def biased(name, mask, heads=(4, 2), lengths=(200, 333), dims=(64, 64), dtype=torch.bfloat16, band="full", batch=2, **options):

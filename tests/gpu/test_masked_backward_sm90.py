@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BANDS, BROADCASTS, MASK_KINDS, MASK_STRIDES, Case, inputs
-from hopper import IS_HOPPER, needs_hopper
+from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import INF, Call, Inputs, check, check_counting, ops, reference, run_sdpa
 from test_masks_sm90 import make
 
@@ -18,15 +18,6 @@ pytestmark = needs_hopper
 HALVES = (torch.bfloat16, torch.float16)
 CLASSES = (64, 128, 256)
 DIMS = ((64, 64), (33, 20), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu():
-    if not IS_HOPPER:
-        yield
-        return
-    with torch.device("cuda"):
-        yield
 
 
 def masked(name, mask, heads=(4, 2), lengths=(200, 333), dims=(64, 64), dtype=torch.bfloat16, band="full", batch=1, **options):

@@ -109,14 +109,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       block_mask.remove(args, visit, s);
       if (!Tile::kMasked || visit.edge()) {
         const int row = m * kBlockM + lane_row, first_column = first_key + lane_column;
-        int first[2], last[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          first[r] = row + 8 * r + args.band_lo - first_column;
-          last[r] = min(row + 8 * r + args.band_hi, args.seq_k - 1) - first_column;
-        }
-        mask_before(s, first);
-        mask_after(s, last);
+        mask_band(args, s, row, first_column);
       }
       if (coarse) {
         const float high[2] = {ptx::load_shared_float(stats.high(lane_row)), ptx::load_shared_float(stats.high(lane_row + 8))};

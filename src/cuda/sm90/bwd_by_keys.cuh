@@ -310,7 +310,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     }
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);
-    stage_rows<kBlockN, kBFloat16>(shared.dk(Tile::kKeysAhead ? k_stage() : 0), dk, args.grad_scale, key, thread);
+    stage_rows<kBlockN, kBFloat16>(shared.dk(k_stage()), dk, args.grad_scale, key, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     store_gradients(args, shared, k_stage(), bwd_take_work(shared, tile_ring), consumer() * ptx::kWarpgroupThreads + thread);

@@ -116,15 +116,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
       }
     }
     if (visit.is(BwdMaskVisit::kEdge)) {
-      const int query = visit.m() * Tile::kBlockM + row(), first_key = visit.n() * Tile::kBlockN + column();
-      int first[2], last[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        first[r] = query + 8 * r + bwd.band_lo - first_key;
-        last[r] = min(query + 8 * r + bwd.band_hi, bwd.seq_k - 1) - first_key;
-      }
-      mask_before(s, first);
-      mask_after(s, last);
+      mask_band(bwd, s, visit.m() * Tile::kBlockM + row(), visit.n() * Tile::kBlockN + column());
     }
     if (any_coarse(stats.coarse(lane()))) {
       const float high[2] = {ptx::load_shared_float(stats.high(piece_row())), ptx::load_shared_float(stats.high(piece_row() + 8))};

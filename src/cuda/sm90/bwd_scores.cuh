@@ -26,6 +26,19 @@ __device__ constexpr int stat_of(int i) { return i / 4 * 2 + i % 2; }
 // Whether any row of the block has a log-sum-exp that must be taken off before anything else; for the whole warp.
 __device__ inline bool any_coarse(float flag) { return __any_sync(0xffffffffu, flag != 0.f); }
 
+// Rows are queries: removes what the band or the end of the keys leaves out. `query`, `key`: the lane's first of each.
+template <int kCount>
+__device__ inline void mask_band(const BwdArgs& args, float (&s)[kCount], int query, int key) {
+  int first[2], last[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    first[r] = query + 8 * r + args.band_lo - key;
+    last[r] = min(query + 8 * r + args.band_hi, args.seq_k - 1) - key;
+  }
+  mask_before(s, first);
+  mask_after(s, last);
+}
+
 // A score of a row with `high`, so that scaled, less the row's shift, it is what it should be. The scaled score is
 // rounded as the log-sum-exp was: their difference may be far smaller than one rounding of either. It is not positive
 // but by rounding, which at this magnitude may be more than exp2 can hold.

@@ -68,7 +68,8 @@ struct BwdTile {
 
   // Shared memory, from a base aligned to 1024 bytes. By keys: K twice, so that the next tile's is there when a tile ends; two buffers
   // of dS, then dQ. When a tile is done dV takes the place of dS, and dK that of its own K, so that neither waits for the last
-  // dQ to be added. With a mask there is no room for that, and dV and dK take the place of dS and dQ. By columns: one buffer of P and one of dS; dV and dK take the place of V and K.
+  // dQ to be added. With a mask there is no room for that, and dV and dK take the place of dS and dQ. By columns: one buffer of P and
+  // one of dS; dV and dK take the place of V and K.
   static constexpr bool kKeysAhead = kByKeys && !kMasked;
   static constexpr int kStagesK = kKeysAhead ? 2 : 1;
   static constexpr int kKOffset = 0;
