@@ -6,9 +6,10 @@
 
 Checked for each file: compile seconds (user + system) and peak memory against "limits", and that ptxas did not report a
 "Potential Performance Loss". For each kernel: stack and spilled bytes against "spills_allowed" (0 where not named; LDL and
-STL in the SASS go with that); registers and static shared memory against the table; and the instructions that "sass" requires or forbids. With another
-nvcc than the recorded one a kernel may differ from the table by itself, so then only an increase fails. Needs nvcc, no
-GPU. SASS is read where a cuobjdump is found (CUDA's, or the one inside triton); else that check is reported as skipped.
+STL in the SASS go with that); registers and static shared memory against the table; and the instructions that "sass" requires
+or forbids. With another nvcc than the recorded one a kernel may differ from the table by itself, so then only an increase
+fails. Needs nvcc, no GPU. SASS is read where a cuobjdump is found (CUDA's, or the one inside triton); else that check is
+reported as skipped.
 """
 
 import argparse
@@ -152,6 +153,8 @@ def main():
         for source in sources:
             relative, binary = str(source.relative_to(ROOT)), Path(folder) / "kernel.o"
             log, seconds, gigabytes = compile_source(source, binary)
+            if seconds > limits["compile_seconds"]:  # a busy machine lengthens processor seconds too: once more, the less counts
+                seconds = min(seconds, compile_source(source, binary)[1])
             files[relative] = {"seconds": round(seconds, 1), "gb": round(gigabytes, 2)}
             if seconds > limits["compile_seconds"]:
                 problems.append(f"{relative}: compiled in {seconds:.1f} s, limit {limits['compile_seconds']}")
