@@ -4,6 +4,7 @@
 // A stride of 0 is a broadcast axis, read in place. `scale` is the caller's, already resolved from the caller's D.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace flashsdpa {
@@ -81,7 +82,11 @@ struct Problem {
   HeadView slopes;       // ALiBi: what is taken off a score for each key between query + diagonal and key
   int64_t diagonal = 0;
   HeadView sinks;  // a logit more in each row's softmax, without a value; lse has it too
+  // The same bits for a sequence in any batch: what they depend on is chosen for planned_batch() sequences.
+  bool batch_invariant = false;
 };
+
+inline int64_t planned_batch(const Problem& p) { return p.batch_invariant ? std::min<int64_t>(p.batch, 1) : p.batch; }
 
 inline bool has_mask(const Problem& p) { return p.mask.data || p.plan.data; }
 

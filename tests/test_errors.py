@@ -51,7 +51,6 @@ BAD = {
     "sinks batch": (dict(sinks=t(2, 4)), r"sinks is \(2, 4\); give \(4\)"),
     "sinks dtype": (dict(sinks=t(4, dtype=torch.bfloat16)), "sinks is bfloat16 on cpu; give float32 on cpu"),
     "sinks device": (dict(sinks=t(4).to("meta")), "sinks is float32 on meta; give float32 on cpu"),
-    "batch_invariant": (dict(batch_invariant=True), "batch_invariant is True; flashsdpa kernels take False"),
     "plan device": (dict(mask_plan=PLAN.to("meta")), "mask_plan is int32 on meta; give .*: int32 on cpu"),
     "plan dtype": (dict(mask_plan=PLAN.long()), "mask_plan is int64 on .*; give .*: int32 on"),
     "sparse mask": (dict(attn_mask=t(1, 1, 5, 7).to_sparse()), f"attn_mask {SPARSE}"),
@@ -236,8 +235,8 @@ def test_backward_op(name):
 
 
 def test_several_faults_are_all_named():
-    with raises("dropout_p is 0.5.*softcap is -2.*batch_invariant is True"):
-        ops().forward(**Q, dropout_p=0.5, softcap=-2.0, batch_invariant=True)
+    with raises("dropout_p is 0.5.*softcap is -2"):
+        ops().forward(**Q, dropout_p=0.5, softcap=-2.0)
 
 
 def test_requires_grad_on_what_has_no_gradient():

@@ -158,7 +158,7 @@ def test_scope_holds_for_recomputation_in_backward(routed, use_reentrant):
 
 def test_scopes_keep_the_count_of_references():
     """The thread-local store of some torch releases takes a reference that it was not given."""
-    token = binding().scope_token(1, False)
+    token = binding().scope_token(1, False, False)
     before = sys.getrefcount(token)
     for _ in range(5):
         with sdpa_backend("flashsdpa"), sdpa_backend("flashsdpa"):

@@ -112,9 +112,7 @@ def _gpu_text(kernels):
 
 
 def _selection_text(now):
-    where = "scope of this thread" if now["scoped"] else "default of the process"
-    router = "router installed" if now["router"] else "router not installed"
-    return f"{now['backend']}{' (strict)' if now['strict'] else ''}, {where}; {router}"
+    return f"{selection.describe(now)}; router {'installed' if now['router'] else 'not installed'}"
 
 
 def _environment_notes(now):

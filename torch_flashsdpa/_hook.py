@@ -50,19 +50,20 @@ class Selector:
     @property
     def current(self):
         """Everything outside a traced function on which it depends whether ours serves in it, as one string."""
-        backend, strict, _ = _C.current_selection()
-        return f"{backend}{'!' if strict else ''}{'' if _C.stock_only() is None else ' stock'}"
+        backend, strict, batch_invariant, _ = _C.current_selection()
+        marks = ("!" if strict else "") + (" batch invariant" if batch_invariant else "")
+        return f"{backend}{marks}{'' if _C.stock_only() is None else ' stock'}"
 
 
 selector = Selector()
 _run_time = threading.local()  # .previous: the scopes that graphs run as they stand have replaced on this thread
 
 
-def push(backend, strict):
+def push(backend, strict, batch_invariant):
     """Open a scope inside a graph. While compiling, the graph's compilation owns it, so that nothing leaks when tracing
     is abandoned; a graph that is run as it stands (backend="eager") opens a scope of the thread."""
     context = _dynamo_compat.tracing_context()
-    token = _C.scope_token(backend, strict)
+    token = _C.scope_token(backend, strict, batch_invariant)
     if context is not None:
         context.__dict__.setdefault("flashsdpa_scopes", []).append(token)
     else:
@@ -88,8 +89,8 @@ def _scope(token):
 
 
 def answer(query, key, value, attn_mask):
-    """The router's question: (backend, strict) for these tensors. Backend 0 leaves the call to stock PyTorch; the answer
-    is final about torch's own backend settings too."""
+    """The router's question: (backend, strict, batch_invariant) for these tensors. Backend 0 leaves the call to stock
+    PyTorch; the answer is final about torch's own backend settings too."""
     context = _dynamo_compat.tracing_context()
     in_graph = getattr(context, "flashsdpa_scopes", None)
     if not in_graph:
@@ -97,13 +98,13 @@ def answer(query, key, value, attn_mask):
     if context is not None:
         _dynamo_compat.set_cache_tag(f"{__version__} {auto_table.digest()} {selector.current}")
     with _scope(in_graph[-1]) if in_graph else contextlib.nullcontext():
-        backend, strict, _ = _C.current_selection()
+        backend, strict, batch_invariant, _ = _C.current_selection()
         reason = _C.stock_only() or refusal(query, key, value, attn_mask)
     if backend == STOCK or reason is None:
-        return backend, strict
+        return backend, strict, batch_invariant
     if strict:
         raise RuntimeError(f"flashsdpa cannot serve this call and strict=True forbids the fallback to stock: {reason}")
-    return STOCK, strict
+    return STOCK, strict, batch_invariant
 
 
 def refusal(query, key, value, attn_mask):

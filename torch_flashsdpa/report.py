@@ -194,9 +194,7 @@ def explain(
     library = _loader.load()
     if backend is None:
         now = selection.status()
-        backend, strict = now["backend"], now["strict"]
-        where = "scope of this thread" if now["scoped"] else "default of the process"
-        chosen_by = f"{backend}{' (strict)' if strict else ''}, {where}"
+        backend, strict, chosen_by = now["backend"], now["strict"], selection.describe(now)
     else:
         number, strict, chosen_by = selection.number(backend), False, f"{backend}, as asked"
     call = _call_text(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)

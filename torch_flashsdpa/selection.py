@@ -53,15 +53,15 @@ def _install(_C, tracing=False):
             _dynamo_compat.drop_compiled_code()
 
 
-def _set_default(_C, backend, strict):
+def _set_default(_C, *selection):
     with _lock:
-        changed = _C.get_default() != (backend, strict)
-        _C.set_default(backend, strict)
+        changed = _C.get_default() != selection
+        _C.set_default(*selection)
     if changed and not _dynamo_compat.can_guard():
         _dynamo_compat.drop_compiled_code()
 
 
-def enable(backend="auto", strict=False):
+def enable(backend="auto", strict=False, batch_invariant=False):
     """Serve F.scaled_dot_product_attention with our kernels, in the whole process.
 
     Args:
@@ -69,19 +69,22 @@ def enable(backend="auto", strict=False):
             "flashsdpa" all calls that they support, "stock" none.
         strict: raise an error that lists every reason where a call would otherwise go to stock PyTorch because our
             kernels do not support it.
+        batch_invariant: where ours serve, a sequence's output, log-sum-exp and gradients of query, key and value have the same
+            bits alone and at any place of any batch, given the same lengths, the same mask and as many threads. "auto"
+            then takes every supported call. Stock PyTorch promises nothing: add strict=True to be told of its calls.
 
     Where the compiled binding is missing or does not fit the installed torch this warns, in one line, and SDPA stays
-    stock (strict: RuntimeError). Raises ValueError for an unknown backend, TypeError for a strict that is no bool.
+    stock (strict: RuntimeError). Raises ValueError for an unknown backend, TypeError for a flag that is no bool.
     Every caller is served from then on, code that was compiled earlier too. A thread's sdpa_backend() scope has precedence.
     """
     chosen = number(backend)
-    check_flags(strict=strict)
+    check_flags(strict=strict, batch_invariant=batch_invariant)
     _C = _library_or_warn(strict and chosen, stacklevel=3)
     if _C is None:
         return
     if chosen:
         _install(_C)
-    _set_default(_C, chosen, bool(strict))
+    _set_default(_C, chosen, bool(strict), bool(batch_invariant))
 
 
 def disable():
@@ -94,7 +97,7 @@ def disable():
     if _C is None:
         return
     with _lock:
-        _set_default(_C, 0, False)
+        _set_default(_C, 0, False, False)
         if _C.router_installed() and not _dynamo_compat.dynamo_loaded() and not _open_scopes:
             _C.remove_router()
 
@@ -102,11 +105,11 @@ def disable():
 def restore_point():
     """A function that brings back the process's selection of this moment."""
     _C = _loader.load().module
-    backend, strict = _C.get_default() if _C is not None else (0, False)
+    backend, *flags = _C.get_default() if _C is not None else (0,)
 
     def restore():
         if backend:
-            enable(NAMES[backend], strict)
+            enable(NAMES[backend], *flags)
         else:
             disable()
 
@@ -128,11 +131,11 @@ def _prepare_graph_scopes():
 
 
 @contextlib.contextmanager
-def sdpa_backend(backend, strict=False):
+def sdpa_backend(backend, strict=False, batch_invariant=False):
     """Select who serves scaled_dot_product_attention inside a `with` block or a decorated function, on this thread.
 
     Args:
-        backend, strict: as for enable().
+        backend, strict, batch_invariant: as for enable().
 
     Nests, is undone on exceptions, works inside and outside functions given to torch.compile, and holds for a
     backward() called inside it. An inner sdpa_backend() has precedence over torch.nn.attention.sdpa_kernel outside it.
@@ -140,12 +143,12 @@ def sdpa_backend(backend, strict=False):
     raises CheckpointError if that differs.
     """
     chosen = number(backend)
-    check_flags(strict=strict)
+    check_flags(strict=strict, batch_invariant=batch_invariant)
     if torch.compiler.is_dynamo_compiling():
         if not _prepare_graph_scopes():
             yield
             return
-        _hook.push(chosen, strict)
+        _hook.push(chosen, strict, batch_invariant)
         try:
             yield
         finally:
@@ -158,7 +161,7 @@ def sdpa_backend(backend, strict=False):
     if chosen and (_reset_due or not _C.router_installed()):
         _install(_C)
     _open_scopes.append(None)
-    previous = _C.swap_scope(_C.scope_token(chosen, bool(strict)))
+    previous = _C.swap_scope(_C.scope_token(chosen, bool(strict), bool(batch_invariant)))
     try:
         yield
     finally:
@@ -172,25 +175,34 @@ def is_enabled():
     return _C is not None and _C.router_installed() and _C.current_selection()[0] != 0
 
 
+def describe(now):
+    """status() in a few words."""
+    flags = [text for text, on in (("strict", now["strict"]), ("batch invariant", now["batch_invariant"])) if on]
+    where = "scope of this thread" if now["scoped"] else "default of the process"
+    return f"{now['backend']}{' (' + ', '.join(flags) + ')' if flags else ''}, {where}"
+
+
 def status():
     """How things stand on this thread, as a dict.
 
-    enabled (bool); backend and strict in force; default and default_strict of the process; scoped (bool: a scope
-    decides); router (bool: in the dispatcher); stock_only (why torch's own backend choice leaves calls to stock now, or
+    enabled (bool); backend, strict and batch_invariant in force; default, default_strict and default_batch_invariant of the
+    process; scoped (bool: a scope decides); router (bool: in the dispatcher); stock_only (why torch's own backend choice leaves calls to stock now, or
     None); problem (why there is no binding, or None); dispatch ({dispatch key: registration} of
     aten::scaled_dot_product_attention, to see who else overrides it).
     """
     library = _loader.load()
     _C = library.module
     result = {"enabled": is_enabled(), "problem": library.problem}
-    backend, strict, scoped = _C.current_selection() if _C else (0, False, False)
-    default, default_strict = _C.get_default() if _C else (0, False)
+    backend, strict, batch_invariant, scoped = _C.current_selection() if _C else (0, False, False, False)
+    default, default_strict, default_batch_invariant = _C.get_default() if _C else (0, False, False)
     return result | {
         "backend": NAMES[backend],
         "strict": strict,
+        "batch_invariant": batch_invariant,
         "scoped": scoped,
         "default": NAMES[default],
         "default_strict": default_strict,
+        "default_batch_invariant": default_batch_invariant,
         "router": bool(_C and _C.router_installed()),
         "stock_only": _C.stock_only() if _C else None,
         "dispatch": _dynamo_compat.dispatch_kernels(),

@@ -65,10 +65,8 @@ bool check_options(const Options& o, Reasons& reasons) {
       reasons.add("window_left is ", o.window_left, ", window_right is ", o.window_right,
                   "; give 0 or more keys, or -1 for no limit"))
     return true;
-  if (!(o.softcap >= 0.0 && std::isfinite(o.softcap)) &&
-      reasons.add("softcap is ", o.softcap, "; give a positive number, or 0 for none"))
-    return true;
-  return o.batch_invariant && reasons.add("batch_invariant is True; flashsdpa kernels take False");
+  return !(o.softcap >= 0.0 && std::isfinite(o.softcap)) &&
+         reasons.add("softcap is ", o.softcap, "; give a positive number, or 0 for none");
 }
 
 bool check_mask_kind(const Tensor& mask, const Tensor& query, Reasons& reasons) {
@@ -296,6 +294,9 @@ void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Rea
   if (lacks(kAlibi) && given(o.alibi_slopes) && reasons.add("alibi_slopes is given; ", entry.name, " takes none"))
     return;
   if (lacks(kSinks) && given(o.sinks) && reasons.add("sinks is given; ", entry.name, " takes none")) return;
+  if (lacks(kBatchInvariant) && o.batch_invariant &&
+      reasons.add("batch_invariant is True; ", entry.name, " takes False"))
+    return;
   if (lacks(kGqa) && !equals(size(call.query, 1), size(call.key, 1)))
     reasons.add("query has ", size(call.query, 1), " heads, key ", size(call.key, 1), "; ", entry.name,
                 " takes equal counts");

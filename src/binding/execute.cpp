@@ -182,6 +182,7 @@ Problem problem(const Call& call) {
   p.slopes = head_view(o.alibi_slopes);
   p.diagonal = diagonal(o, p.seq_q, p.seq_k);
   p.sinks = head_view(o.sinks);
+  p.batch_invariant = o.batch_invariant;
   const at::Device device = call.query.device();
   if (given(o.attn_mask)) {
     p.mask = mask_view(*o.attn_mask);

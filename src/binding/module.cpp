@@ -28,7 +28,7 @@ constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx, Is
 constexpr std::pair<Feature, const char*> kFeatures[] = {
     {kCausal, "causal"},      {kBand, "band"},   {kBoolMask, "bool_mask"}, {kBias, "bias"},
     {kBiasGrad, "bias_grad"}, {kGqa, "gqa"},     {kLseGrad, "lse_grad"},   {kDeterministic, "deterministic"},
-    {kSoftcap, "softcap"},    {kAlibi, "alibi"}, {kSinks, "sinks"}};
+    {kSoftcap, "softcap"},    {kAlibi, "alibi"}, {kSinks, "sinks"},        {kBatchInvariant, "batch_invariant"}};
 
 Backend to_backend(int value) {
   TORCH_CHECK_VALUE(value >= 0 && value <= 2, "backend is ", to_text(value),
@@ -50,9 +50,10 @@ Selection ask_python(const Tensor& query, const Tensor& key, const Tensor& value
   py::gil_scoped_acquire gil;
   try {
     const py::object mask = given(attn_mask) ? py::cast(*attn_mask) : py::none();
-    const auto [backend, strict] = python_hook()(query, key, value, mask).cast<std::pair<int, bool>>();
+    const auto [backend, strict, batch_invariant] =
+        python_hook()(query, key, value, mask).cast<std::tuple<int, bool, bool>>();
     // The hook has the last word about torch's own backends: mark the answer as newer than their settings.
-    return {to_backend(backend), strict, /*scoped=*/true, enabled_torch_backends()};
+    return {to_backend(backend), strict, batch_invariant, /*scoped=*/true, enabled_torch_backends()};
   } catch (py::error_already_set& error) {
     error.restore();
     python_error torch_error;
@@ -92,13 +93,13 @@ void tell_python(const Event& event) {
   }
 }
 
-py::object scope_token(int backend, bool strict) {
-  static auto* tokens = new std::map<std::tuple<int, bool, int>, py::object>;
+py::object scope_token(int backend, bool strict, bool batch_invariant) {
+  static auto* tokens = new std::map<std::tuple<int, bool, bool, int>, py::object>;
   const uint8_t torch_backends = enabled_torch_backends();
-  py::object& token = (*tokens)[{backend, strict, torch_backends}];
+  py::object& token = (*tokens)[{backend, strict, batch_invariant, torch_backends}];
   if (!token) {
-    token = py::make_tuple(backend_name(to_backend(backend)), strict, torch_backends);
-    register_scope_token(token.ptr(), {to_backend(backend), strict, true, torch_backends});
+    token = py::make_tuple(backend_name(to_backend(backend)), strict, batch_invariant, torch_backends);
+    register_scope_token(token.ptr(), {to_backend(backend), strict, batch_invariant, true, torch_backends});
   }
   return token;
 }
@@ -202,20 +203,23 @@ PYBIND11_MODULE(_C, m) {
   m.def("router_installed", &router_installed);
 
   m.def(
-      "set_default", [](int backend, bool strict) { set_default_selection(to_backend(backend), strict); }, "backend"_a,
-      "strict"_a, "The process-wide selection: 0 stock, 1 flashsdpa, 2 auto.");
+      "set_default",
+      [](int backend, bool strict, bool batch_invariant) {
+        set_default_selection({to_backend(backend), strict, batch_invariant});
+      },
+      "backend"_a, "strict"_a, "batch_invariant"_a, "The process-wide selection: 0 stock, 1 flashsdpa, 2 auto.");
   m.def("get_default", [] {
     const Selection s = default_selection();
-    return py::make_tuple(static_cast<int>(s.backend), s.strict);
+    return py::make_tuple(static_cast<int>(s.backend), s.strict, s.batch_invariant);
   });
-  m.def("scope_token", &scope_token, "backend"_a, "strict"_a,
+  m.def("scope_token", &scope_token, "backend"_a, "strict"_a, "batch_invariant"_a,
         "The interned object that stands for a scope entered now; stash it in torch's thread-local store.");
   m.def("swap_scope", &swap_scope, "token"_a,
         "Put a token in force on this thread (torch carries it to its autograd threads); returns the one it replaces.");
   m.def("scope_none", &scope_none, "The object that stands for no scope.");
   m.def("current_selection", [] {
     const Selection s = current_selection();
-    return py::make_tuple(static_cast<int>(s.backend), s.strict, s.scoped);
+    return py::make_tuple(static_cast<int>(s.backend), s.strict, s.batch_invariant, s.scoped);
   });
   m.def(
       "stock_only",
@@ -231,7 +235,7 @@ PYBIND11_MODULE(_C, m) {
         python_hook() = std::move(f);
         set_hook(&ask_python);
       },
-      "f(query, key, value, attn_mask) -> (backend, strict), asked for tensors with the Python dispatch key.");
+      "f(query, key, value, attn_mask) -> (backend, strict, batch_invariant), asked for tensors with the Python dispatch key.");
   m.def(
       "set_observer",
       [](py::object f) {

@@ -47,10 +47,13 @@ void decide(const Request& r, const at::Device& device, const Selection& selecti
     return;
   if (!readable || !normalise_inputs(r.query, r.key, r.value, r.enable_gqa, n, reasons)) return;
   // Before the mask is looked at: a call that "auto" leaves to stock should not pay for it.
-  if (selection.backend == Backend::kAuto) check_auto({n.query, n.key, n.value, raw_options, device}, reasons);
+  if (selection.backend == Backend::kAuto && !selection.batch_invariant) check_auto({n.query, n.key, n.value, raw_options, device}, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
   if (!normalise_mask(r.attn_mask, any_python_dispatch(r), n, reasons)) return;
-  const Options options{.attn_mask = n.attn_mask, .is_causal = r.is_causal, .scale = r.scale};
+  const Options options{.attn_mask = n.attn_mask,
+                        .is_causal = r.is_causal,
+                        .scale = r.scale,
+                        .batch_invariant = selection.batch_invariant};
   check_shapes({n.query, n.key, n.value, options, device}, reasons);
 }
 
@@ -75,14 +78,15 @@ bool worth_planning(const Tensor& query, const Tensor& key, const Tensor& mask) 
   return table_entry(Pass::kMaskPlan, query.device(), mask.scalar_type()) != nullptr;
 }
 
-Tensor serve(const Request& r, const Normalised& n) {
+Tensor serve(const Request& r, const Normalised& n, const Selection& selection) {
   OptTensor plan;
   if (n.attn_mask.has_value() && worth_planning(n.query, n.key, *n.attn_mask)) plan = call_mask_plan(*n.attn_mask);
   const Options options{.attn_mask = n.attn_mask,
                         .mask_plan = plan,
                         .is_causal = r.is_causal,
                         .scale = r.scale,
-                        .deterministic = at::globalContext().deterministicAlgorithms()};
+                        .deterministic = at::globalContext().deterministicAlgorithms(),
+                        .batch_invariant = selection.batch_invariant};
   const Tensor out = std::get<0>(call_forward({n.query, n.key, n.value, options}));
   return n.rank == 4 ? out : restore_rank(out, n);
 }
@@ -125,10 +129,11 @@ Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const 
   decide(request, query.device(), selection, n, reasons);
   if (!reasons.ok()) return refuse(request, selection, traced);
   if (observing()) [[unlikely]] {
-    const Options options{.attn_mask = n.attn_mask, .is_causal = is_causal};
+    const Options options{
+        .attn_mask = n.attn_mask, .is_causal = is_causal, .batch_invariant = selection.batch_invariant};
     notify(request, forward_entry({n.query, n.key, n.value, options})->name, {}, selection, traced);
   }
-  return serve(request, n);
+  return serve(request, n, selection);
 }
 
 void set_hook(Hook f) { hook.store(f); }
@@ -141,7 +146,10 @@ Explanation explain(const Request& r, const Selection& selection) {
   Normalised n;
   decide(r, device, selection, n, reasons);
   const bool normal = n.query.defined() && n.query.dim() == 4 && n.key.dim() == 4 && n.value.dim() == 4;
-  const Options options{.attn_mask = normal ? n.attn_mask : r.attn_mask, .is_causal = r.is_causal, .scale = r.scale};
+  const Options options{.attn_mask = normal ? n.attn_mask : r.attn_mask,
+                        .is_causal = r.is_causal,
+                        .scale = r.scale,
+                        .batch_invariant = selection.batch_invariant};
   const Call call =
       normal ? Call{n.query, n.key, n.value, options, device} : Call{r.query, r.key, r.value, options, device};
   const KernelEntry* chosen = reasons.ok() ? forward_entry(call) : nullptr;

@@ -16,12 +16,12 @@ static_assert(std::atomic<Selection>::is_always_lock_free);
 
 std::atomic<bool> strict_seen{false};
 
-// Append-only: readers take no lock. Tokens are interned by (backend, strict, torch's backends), so few exist.
+// Append-only: readers take no lock. Tokens are interned by what they select and torch's backends, so few exist.
 struct Token {
   const void* object;
   Selection selection;  // scoped is false for the empty token
 };
-constexpr int kMaxTokens = 3 * 2 * 32 + 1;
+constexpr int kMaxTokens = 3 * 2 * 2 * 32 + 1;
 std::array<Token, kMaxTokens> tokens;
 std::atomic<int> token_count{0};
 std::mutex token_mutex;
@@ -31,7 +31,7 @@ void add_token(const void* object, const Selection& selection) {
   const int count = token_count.load(std::memory_order_relaxed);
   for (int i = 0; i < count; ++i)
     if (tokens[i].object == object) return;
-  TORCH_CHECK(count < kMaxTokens, "flashsdpa: too many scope tokens; intern them by (backend, strict)");
+  TORCH_CHECK(count < kMaxTokens, "flashsdpa: too many scope tokens; intern them");
   tokens[count] = {object, selection};
   token_count.store(count + 1, std::memory_order_release);
 }
@@ -42,9 +42,9 @@ constexpr uint8_t kFlashBit = 1, kOtherFusedBits = 2 | 4;
 
 }  // namespace
 
-void set_default_selection(Backend backend, bool strict) {
-  if (strict) strict_seen = true;
-  process_default.store({backend, strict, false, 0}, std::memory_order_relaxed);
+void set_default_selection(Selection selection) {
+  if (selection.strict) strict_seen = true;
+  process_default.store(selection, std::memory_order_relaxed);
 }
 
 Selection default_selection() { return process_default.load(std::memory_order_relaxed); }

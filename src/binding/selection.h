@@ -15,13 +15,14 @@ inline const char* backend_name(Backend b) {
 struct Selection {
   Backend backend = Backend::kStock;
   bool strict = false;
+  bool batch_invariant = false;  // "auto" then takes all that ours serve, as stock promises nothing
   bool scoped = false;
   uint8_t torch_backends = 0;  // scoped: torch's enabled SDPA backends when the scope was entered, one bit each
 };
 
 constexpr char kScopeKey[] = "flashsdpa.scope";  // of torch's thread-local object store
 
-void set_default_selection(Backend backend, bool strict);
+void set_default_selection(Selection selection);
 Selection default_selection();
 Selection current_selection();
 

@@ -157,13 +157,17 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
   const int workers = worthwhile_workers(p, 5);
   const int threads = std::min(workers, launch.pool ? launch.pool->threads : 1);
   const int64_t units = group * q_tiles;  // row tiles of a pair, over the heads of its group
-  const int64_t splits = std::clamp<int64_t>((threads + pairs - 1) / pairs, 1, units);
+  const int64_t planned_pairs = planned_batch(p) * p.heads_kv, wished = planned_workers(p, 5, launch);
+  const int64_t splits = std::clamp<int64_t>((wished + planned_pairs - 1) / planned_pairs, 1, units);
 
   const int64_t bytes = BackwardScratch<Engine>::bytes(p);
   const int64_t k_rows = (p.seq_k + kTile - 1) / kTile * kTile;  // whole tiles, which matrix units write
   const int64_t accumulator = k_rows * (ldk + ldv);              // dK then dV of one item
-  // Unsplit items use one accumulator per worker; split ones keep theirs until they are added.
-  const Block block = allocate((splits > 1 ? pairs * splits : threads) * accumulator * int64_t(sizeof(T)));
+  // Either a worker does all splits of a pair, in a sum and one accumulator more, or every split is an item of its own and
+  // keeps its accumulator until all are added. The sums are the same.
+  const bool whole_pairs = pairs >= threads;
+  const int64_t per_worker = std::min<int64_t>(splits, 2), kept = whole_pairs ? threads * per_worker : pairs * splits;
+  const Block block = allocate(kept * accumulator * int64_t(sizeof(T)));
   T* const accumulators = reinterpret_cast<T*>(block.get());
 
   const auto write_pair = [&](int64_t pair, const T* dk) {
@@ -174,12 +178,13 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
       store_row(row_of<In>(a.dv, b, h, j), dv + j * ldv, p.dim_v, T(1));
     }
   };
-  for_each_item(launch.pool, pairs * splits, workers, [&](int64_t item, int worker) {
+  const auto add = [&](T* total, const T* part) {
+    for (int64_t i = 0; i < accumulator; ++i) total[i] += part[i];
+  };
+  const auto run = [&](int64_t pair, int64_t split, T* dk) {
     Arena arena(thread_scratch(bytes));
     BackwardScratch<Engine> s(arena, p);
-    const int64_t pair = item / splits, split = item % splits;
     const int64_t batch = pair / p.heads_kv, kv_head = pair % p.heads_kv;
-    T* dk = accumulators + (splits > 1 ? item : worker) * accumulator;
     T* dv = dk + k_rows * ldk;
     std::memset(dk, 0, accumulator * sizeof(T));
     s.engine.load_pair(a, batch, kv_head);
@@ -197,13 +202,21 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
       for (int r = 0; r < tile.rows; ++r)
         store_row(row_of<In>(a.dq, batch, tile.head[r], tile.query[r]), dq + r * ldk, p.dim, T(p.scale));
     }
-    if (splits == 1) write_pair(pair, dk);
-  });
-  if (splits == 1) return;
+  };
+  if (whole_pairs) {
+    for_each_item(launch.pool, pairs, workers, [&](int64_t pair, int worker) {
+      T *total = accumulators + worker * per_worker * accumulator, *part = total + accumulator;
+      run(pair, 0, total);
+      for (int64_t split = 1; split < splits; ++split) run(pair, split, part), add(total, part);
+      write_pair(pair, total);
+    });
+    return;
+  }
+  for_each_item(launch.pool, pairs * splits, workers,
+                [&](int64_t item, int) { run(item / splits, item % splits, accumulators + item * accumulator); });
   for_each_item(launch.pool, pairs, workers, [&](int64_t pair, int) {
     T* total = accumulators + pair * splits * accumulator;
-    for (int64_t s = 1; s < splits; ++s)
-      for (int64_t i = 0; i < accumulator; ++i) total[i] += total[s * accumulator + i];
+    for (int64_t s = 1; s < splits; ++s) add(total, total + s * accumulator);
     write_pair(pair, total);
   });
 }

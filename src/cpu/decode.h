@@ -15,17 +15,17 @@ const char* decode(const void* params, const Launch& launch) {
   const int64_t group = p.heads_q / p.heads_kv, rows = group * p.seq_q;
   if (rows > kFewRows) return "flashsdpa_decode_cpu takes at most 16 query rows per K/V head";
   const int64_t k_tiles = (p.seq_k + kTile - 1) / kTile, pairs = p.batch * p.heads_kv;
-  const int workers = worthwhile_workers(p, 2);
-  const int threads = std::min(workers, launch.pool ? launch.pool->threads : 1);
+  const int64_t planned_pairs = planned_batch(p) * p.heads_kv, wished = 2 * planned_workers(p, 2, launch);
   // Each split reads at least 8 key tiles; splitting stops once every worker has two items.
-  const int64_t splits = std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, std::max<int64_t>(1, k_tiles / 8));
+  const int64_t splits =
+      std::clamp<int64_t>((wished + planned_pairs - 1) / planned_pairs, 1, std::max<int64_t>(1, k_tiles / 8));
   const int64_t slot_size = p.dim_v + 2;  // an unnormalised output row, its maximum and its sum
 
   const int64_t bytes = FewRows<In>::bytes(p);
   const Block block = allocate(pairs * rows * splits * slot_size * int64_t(sizeof(T)));
   T* const slots = reinterpret_cast<T*>(block.get());  // (pairs, rows, splits, slot_size)
 
-  for_each_item(launch.pool, pairs * splits, workers, [&](int64_t item, int) {
+  for_each_item(launch.pool, pairs * splits, worthwhile_workers(p, 2), [&](int64_t item, int) {
     Arena arena(thread_scratch(bytes));
     const int64_t pair = item / splits, split = item % splits;
     const RowTile tile = RowTile::of_group(pair / p.heads_kv, pair % p.heads_kv * group, group, p.seq_q);

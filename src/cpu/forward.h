@@ -9,9 +9,15 @@ namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
 // Below this many multiply-adds a second thread costs more than it brings.
 constexpr double kWorkPerThread = 1 << 19;
 
-inline int worthwhile_workers(const Problem& p, double products) {
-  const double work = double(p.batch) * p.heads_q * p.seq_q * p.seq_k * (p.dim + p.dim_v) / 2 * products;
+inline int worthwhile_workers(const Problem& p, int64_t batch, double products) {
+  const double work = double(batch) * p.heads_q * p.seq_q * p.seq_k * (p.dim + p.dim_v) / 2 * products;
   return int(std::clamp(work / kWorkPerThread, 1.0, 4096.0));
+}
+inline int worthwhile_workers(const Problem& p, double products) { return worthwhile_workers(p, p.batch, products); }
+
+// The workers that tiles and splits are chosen for; as many as then run, unless the call is batch invariant.
+inline int planned_workers(const Problem& p, double products, const Launch& launch) {
+  return std::min(worthwhile_workers(p, planned_batch(p), products), launch.pool ? launch.pool->threads : 1);
 }
 
 // Scratch of a worker: the engine's operands, the scores of a tile, the softmax of each row tile.
@@ -40,15 +46,14 @@ const char* forward(const void* params, const Launch& launch) {
   const int64_t q_tiles = (p.seq_q + kTile - 1) / kTile, k_tiles = (p.seq_k + kTile - 1) / kTile;
   // Wide heads take fewer tiles at a time, so that a chunk's state stays in the second-level cache.
   const int widest = p.dim + p.dim_v > 256 ? Engine::kRowTiles / 2 : Engine::kRowTiles;
-  const int64_t heads = p.batch * p.heads_q;
-  const int workers = worthwhile_workers(p, 2);
-  const int threads = launch.pool ? launch.pool->threads : 1;
+  const int64_t heads = p.batch * p.heads_q, planned_heads = planned_batch(p) * p.heads_q;
+  const int planned = planned_workers(p, 2, launch);
   int per_chunk = int(std::min<int64_t>(widest, q_tiles));
-  while (per_chunk > 1 && heads * ((q_tiles + per_chunk - 1) / per_chunk) < 2 * std::min(threads, workers)) --per_chunk;
+  while (per_chunk > 1 && planned_heads * ((q_tiles + per_chunk - 1) / per_chunk) < 2 * planned) --per_chunk;
   const int64_t chunks = (q_tiles + per_chunk - 1) / per_chunk;
 
   const int64_t bytes = ForwardScratch<Engine>::bytes(p, per_chunk);
-  for_each_item(launch.pool, heads * chunks, workers, [&](int64_t item, int) {
+  for_each_item(launch.pool, heads * chunks, worthwhile_workers(p, 2), [&](int64_t item, int) {
     Arena arena(thread_scratch(bytes));
     ForwardScratch<Engine> scratch(arena, p, per_chunk);
     // Causal bands make late queries longest: hand those out first, over all heads.

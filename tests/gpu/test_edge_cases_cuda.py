@@ -208,6 +208,7 @@ def test_up_100_autocast_casts_all_three():
     ("softcap", 2.0, "softcap is 2; flashsdpa_fwd_sm90 takes 0"),
     ("alibi_slopes", torch.ones(2), "alibi_slopes is given; flashsdpa_fwd_sm90 takes none"),
     ("sinks", torch.ones(2), "sinks is given; flashsdpa_fwd_sm90 takes none"),
+    ("batch_invariant", True, "batch_invariant is True; flashsdpa_fwd_sm90 takes False"),
 ), ids=lambda v: v if isinstance(v, str) else "")
 def test_up_124_what_the_cpu_alone_serves_is_refused(name, value, text):
     q = normal("124", 1, 2, 100, 64)
