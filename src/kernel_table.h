@@ -26,6 +26,7 @@ enum Feature : uint32_t {
   kSoftcap = 1 << 8,
   kAlibi = 1 << 9,
   kSinks = 1 << 10,  // and, in a backward, their gradient
+  kDropout = 1 << 11,
 };
 
 struct Launch {
