@@ -16,7 +16,7 @@ constexpr uint32_t kFloats = bit(DType::kFloat32) | bit(DType::kBFloat16) | bit(
 constexpr uint32_t kMasks = kFloats | bit(DType::kBool);
 constexpr uint32_t kForwardFeatures = kCausal | kBand | kBoolMask | kBias | kGqa | kDeterministic;
 constexpr uint32_t kBackwardFeatures = kForwardFeatures | kBiasGrad | kLseGrad;
-constexpr uint32_t kCpuExtras = kSoftcap | kAlibi | kSinks | kBatchInvariant;
+constexpr uint32_t kCpuExtras = kSoftcap | kAlibi | kSinks | kBatchInvariant | kDropout;
 constexpr uint32_t kCpuForward = kForwardFeatures | kCpuExtras, kCpuBackward = kBackwardFeatures | kCpuExtras;
 
 // One CPU instruction set: four entries.

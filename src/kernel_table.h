@@ -27,6 +27,7 @@ enum Feature : uint32_t {
   kAlibi = 1 << 9,
   kSinks = 1 << 10,  // and, in a backward, their gradient
   kBatchInvariant = 1 << 11,
+  kDropout = 1 << 12,
 };
 
 struct Launch {

@@ -62,6 +62,14 @@ struct HeadView {
   float at(int64_t batch, int64_t head) const { return data[batch * stride_batch + head * stride_head]; }
 };
 
+// Weights are dropped behind the softmax, those that dropout.h says; the log-sum-exp knows nothing of it.
+struct Dropout {
+  const int64_t* seed = nullptr;  // null: no dropout; in the memory of the kernel's device, as the offset
+  const int64_t* offset = nullptr;
+  uint32_t kept = 1 << 16;  // of 2^16 weights; 0: none
+  double rescale = 1.0;     // of the kept weights: 2^16 / kept, so that their mean is what it was; 0 where kept is
+};
+
 // How a CPU kernel gets its threads: the caller's pool. run() calls task(context, worker) once for each worker in
 // [0, workers), each on its own thread where the pool allows, and returns when all are done.
 struct ThreadPool {
@@ -81,6 +89,7 @@ struct Problem {
   double softcap = 0.0;  // above 0: scaled scores become softcap * tanh(score / softcap), before slopes and mask
   HeadView slopes;       // ALiBi: what is taken off a score for each key between query + diagonal and key
   int64_t diagonal = 0;
+  Dropout dropout;
   HeadView sinks;  // a logit more in each row's softmax, without a value; lse has it too
   // The same bits for a sequence in any batch: what they depend on is chosen for planned_batch() sequences.
   bool batch_invariant = false;

@@ -275,7 +275,8 @@ def inputs(case, device="cpu"):
         grad_lse = grad_lse.double()
     slopes = 0.05 * torch.randn([case.batch, heads_q][2 - len(case.slopes) :], generator=g) if case.slopes else None
     sinks = torch.randn(heads_q, generator=g) if case.sinks else None
-    return Inputs(q, k, v, mask, case.mask_grad, case.planned and mask is not None, grad_out, grad_lse, slopes, sinks)
+    state = torch.randint(-(2**63), 2**63 - 1, (2,), generator=g) if case.call.dropout_p else None
+    return Inputs(q, k, v, mask, case.mask_grad, case.planned and mask is not None, grad_out, grad_lse, slopes, sinks, state)
 
 
 BANDS = {
@@ -444,6 +445,23 @@ def score_term_cases():
             text = f"{name}-{sq}x{sk}-{recipe or 'dense'}-cap{cap}-slopes_{slopes}-{'sinks' if sinks else 'none'}"
             cases.append(Case(text, 2, heads(), (sq, sk), (24, 40), dtype(), recipe, recipe.startswith("bias"), planned(),
                               replace(band, softcap=cap), lse_grad=True, slopes=slopes, sinks=sinks))
+    return cases
+
+
+def dropout_cases():
+    """Dropout with every band, mask, dtype, grouping and score term; both kernels of the forward."""
+    p = _cycle((0.1, 0.5, 0.001, 0.9, 0.25))
+    mask = _cycle(("", "random", "bias:hqk", "", "rows_false:hq", "bias_inf", "granules:qk", "bias32:qk", "padding:bk"))
+    dtype, heads, planned = _cycle(FLOATS), _cycle(((2, 2), (4, 2), (3, 1))), _cycle((True, False, True, False, False))
+    terms = _cycle(((0.0, "", False), (0.0, "", True), (0.0, "", False), (3.0, "h", False), (0.0, "", False), (5.0, "bh", True)))
+    cases = []
+    for name, band in BANDS.items():
+        for sq, sk in (*SEQS[1:], (70, 0), (3, 700)):
+            (cap, slopes, sinks), recipe = terms(), mask() if sk else ""
+            call = replace(band, softcap=cap, dropout_p=p())
+            text = f"{name}-{sq}x{sk}-{recipe or 'dense'}-p{call.dropout_p}-cap{cap}-slopes_{slopes}-{'sinks' if sinks else 'none'}"
+            cases.append(Case(text, 2, heads(), (sq, sk), (24, 40), dtype(), recipe, recipe.startswith("bias"), planned(),
+                              call, lse_grad=True, slopes=slopes, sinks=sinks))
     return cases
 
 

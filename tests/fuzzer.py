@@ -164,6 +164,8 @@ class Calls:
     def call_forward(self):
         call = self.arguments("window_left", "window_right", "scale", "dropout_p", "softcap", "alibi_slopes", "sinks",
                               "rng_state", "deterministic", "batch_invariant", "bottom_right")
+        if self.chance(20) and not {"dropout_p", "rng_state"} & call.keys():
+            call |= dict(dropout_p=self.some(1e-9, 0.3, 1.0), rng_state=torch.ops.flashsdpa.rng_state())
         positional = [call.pop(n) for n in ("query", "key", "value")]
 
         def run():
@@ -246,7 +248,7 @@ class Calls:
             return lambda: torch_flashsdpa.merge_partials(**call), call
         if self.chance(50):
             device = self.some("cpu", "meta", "cuda", "nowhere", *ODD_NUMBERS)
-            return lambda: torch.ops.flashsdpa.rng_state(device), dict(device=device)
+            return lambda: torch.ops.flashsdpa.rng_state(device=device), dict(device=device)
         call = dict(backend=self.some("stock", "auto", "flashsdpa", *NO_TENSORS, torch.ones(2)),
                     strict=self.some(False, True, *ODD_NUMBERS, torch.ones(2)))
         return lambda: (torch_flashsdpa.enable(**call), torch_flashsdpa.disable()), call
@@ -257,8 +259,9 @@ def check_result(calls, query, key, value, call, out):
     if calls.faults:
         return
     window = call.get("window", (call.get("window_left", -1), call.get("window_right", -1)))
-    options = Call(call["is_causal"], call.get("bottom_right", False), window, call.get("scale"))
-    want = reference(Inputs(query, key, value, call["attn_mask"]), options)
+    options = Call(call["is_causal"], call.get("bottom_right", False), window, call.get("scale"),
+                   dropout_p=call.get("dropout_p", 0.0))
+    want = reference(Inputs(query, key, value, call["attn_mask"], rng_state=call.get("rng_state")), options)
     close = 1e-4 if query.dtype in (torch.float32, torch.float64) else 3e-2
     torch.testing.assert_close(out.double(), want.out, rtol=close, atol=close)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import torch_flashsdpa
+from reference_dropout import dropout_factor
 from torch_flashsdpa._loader import binding
 
 SEED = int(os.environ.get("FLASHSDPA_TEST_SEED") or secrets.randbits(31))
@@ -65,12 +66,13 @@ class Call:
     window: tuple = (-1, -1)
     scale: float | None = None
     softcap: float = 0.0
+    dropout_p: float = 0.0
 
     def op_arguments(self):
         left, right = self.window
-        cap = {"softcap": self.softcap} if self.softcap else {}
+        rare = {name: getattr(self, name) for name in ("softcap", "dropout_p") if getattr(self, name)}
         return dict(is_causal=self.is_causal, bottom_right=self.bottom_right, scale=self.scale,
-                    window_left=left, window_right=right, **cap)
+                    window_left=left, window_right=right, **rare)
 
     def distance(self, seq_q, seq_k):
         """(seq_q, seq_k): of the key to the query's diagonal."""
@@ -108,6 +110,7 @@ class Inputs:
     grad_lse: torch.Tensor | None = None
     slopes: torch.Tensor | None = None  # (Hq,) or (B, Hq)
     sinks: torch.Tensor | None = None  # (Hq,); with a gradient, where there are gradients
+    rng_state: torch.Tensor | None = None  # (2,): seed and offset of dropout
 
     def names(self):
         return (["dq", "dk", "dv"] + (["dmask"] if self.mask_grad else []) + (["dsinks"] if self.sinks is not None else []))
@@ -142,8 +145,16 @@ def slope_bias(x, call):
     return -slopes[..., None, None] * call.distance(x.q.size(2), x.k.size(2)).abs()
 
 
-def attention64(q, k, v, mask, keep, scale, softcap=0.0, slopes=None, sinks=None):
-    """(out, lse, weights) of the formula; differentiable. All of one dtype but a bool mask. slopes: as slope_bias() gives."""
+def dropped(x, call):
+    """(B, Hq, Sq, Sk) float64: the factor of each weight, 0 or that of the kept ones; None without dropout."""
+    if not call.dropout_p:
+        return None
+    return dropout_factor(x.rng_state, call.dropout_p, *x.q.shape[:3], x.k.size(2))
+
+
+def attention64(q, k, v, mask, keep, scale, softcap=0.0, slopes=None, sinks=None, factor=None):
+    """(out, lse, weights) of the formula; differentiable. All of one dtype but a bool mask. slopes: as slope_bias() gives;
+    factor: as dropped() gives. The weights returned are those before it."""
     group = q.size(1) // max(k.size(1), 1)
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
@@ -165,7 +176,7 @@ def attention64(q, k, v, mask, keep, scale, softcap=0.0, slopes=None, sinks=None
     top = top.masked_fill(top == -INF, 0.0)
     lse = (top + (scores - top).exp().sum(-1, keepdim=True).log()).squeeze(-1).masked_fill(empty.squeeze(-1), -INF)
     weights = weights[..., : k.size(2)]
-    return weights @ v, lse, weights
+    return (weights if factor is None else weights * factor.to(weights.dtype)) @ v, lse, weights
 
 
 def _leaves(x, cast=None):
@@ -189,7 +200,7 @@ def reference(x, call):
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
     out, lse, weights = attention64(*inputs, mask, keep_of(x, call), call.scale_for(x.q.size(3)), call.softcap,
-                                    slope_bias(x, call), sinks)
+                                    slope_bias(x, call), sinks, dropped(x, call))
     cotangents = [c if c is None else c.double() for c in (x.grad_out, x.grad_lse)]
     return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), cotangents, leaves), weights.detach())
 
@@ -214,9 +225,9 @@ def math_path(x, call):
     lse_type = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     inputs = [t.to(lse_type) for t in leaves[:3]]
     wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.to(lse_type)
-    slopes = slope_bias(x, call)
-    out, lse, _ = attention64(*inputs, wide_mask, keep, scale, call.softcap, slopes, sinks)
-    if not call.softcap and slopes is None and sinks is None:
+    slopes, factor = slope_bias(x, call), dropped(x, call)
+    out, lse, _ = attention64(*inputs, wide_mask, keep, scale, call.softcap, slopes, sinks, factor)
+    if not call.softcap and slopes is None and sinks is None and factor is None:
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(*leaves[:3], mask, scale=scale,
                                                                      enable_gqa=x.q.size(1) != x.k.size(1))
     out = out.to(x.q.dtype)
@@ -238,14 +249,15 @@ def largest_terms(x, call, want):
         keys = x.k.detach().float().repeat_interleave(group, dim=1)
         passed = 1 - (scale * (x.q.detach().float() @ keys.transpose(-1, -2)) / call.softcap).tanh() ** 2
     keep = keep_of(x, call).expand(weights.shape)
-    terms, delta_terms = {"out": weights @ v, "score": scale * (q @ k.transpose(-1, -2))[keep]}, {}
+    factor = 1.0 if call.dropout_p == 0 else dropped(x, call).float()
+    terms, delta_terms = {"out": (weights * factor) @ v, "score": scale * (q @ k.transpose(-1, -2))[keep]}, {}
     if x.grad_out is not None:
         grad = x.grad_out.float().abs()
         delta = (grad * want.out.float().abs()).sum(-1, keepdim=True)
-        slope = grad @ v.transpose(-1, -2) + delta
+        slope = factor * (grad @ v.transpose(-1, -2)) + delta
         if x.grad_lse is not None:
             slope = slope + x.grad_lse.float().abs()[..., None]
-        terms["dv"] = weights.transpose(-1, -2) @ grad
+        terms["dv"] = (weights * factor).transpose(-1, -2) @ grad
         for sums, score_grad in ((terms, weights * slope), (delta_terms, weights * delta)):
             sums["dq"] = scale * (passed * score_grad) @ k
             sums["dk"] = scale * (passed * score_grad).transpose(-1, -2) @ q
@@ -264,7 +276,8 @@ def run_op(x, call):
     leaves = _leaves(x)
     *inputs, mask, sinks = x.with_leaves(leaves)
     plan = ops().mask_plan(x.mask) if x.planned else None
-    out, lse = forward(*inputs, attn_mask=mask, mask_plan=plan, alibi_slopes=x.slopes, sinks=sinks, **call.op_arguments())
+    out, lse = forward(*inputs, attn_mask=mask, mask_plan=plan, rng_state=x.rng_state, alibi_slopes=x.slopes, sinks=sinks,
+                       **call.op_arguments())
     return Result(out.detach(), lse.detach(), _differentiate(x, (out, lse), (x.grad_out, x.grad_lse), leaves))
 
 

@@ -38,7 +38,9 @@ BAD = {
     "mask shape": (dict(attn_mask=t(1, 1, 5, 6)), r"attn_mask \(1, 1, 5, 6\) does not broadcast to \(2, 4, 5, 7\)"),
     "mask heads": (dict(attn_mask=t(1, 2, 5, 7)), r"attn_mask \(1, 2, 5, 7\) does not broadcast to \(2, 4, 5, 7\)"),
     "mask device": (dict(attn_mask=t(1, 1, 5, 7).to("meta")), "attn_mask is on meta, query on cpu; give them on one device"),
-    "dropout": (dict(dropout_p=0.25), "dropout_p is 0.25; flashsdpa kernels take 0.0"),
+    "dropout": (dict(dropout_p=1.25), "dropout_p is 1.25; give a probability from 0 to 1"),
+    "dropout below 0": (dict(dropout_p=-1e-9), "dropout_p is -1e-09; give a probability from 0 to 1"),
+    "dropout nan": (dict(dropout_p=float("nan")), "dropout_p is -?nan; give a probability from 0 to 1"),
     "softcap": (dict(softcap=-30.0), "softcap is -30; give a positive number, or 0 for none"),
     "softcap inf": (dict(softcap=float("inf")), "softcap is inf; give a positive number"),
     "softcap nan": (dict(softcap=float("nan")), "softcap is -?nan; give a positive number"),
@@ -59,6 +61,10 @@ BAD = {
 OP_ONLY = {
     "random state dtype": (dict(rng_state=t(2)), r"rng_state is float32 on .*; give flashsdpa::rng_state\(\): int64 on"),
     "random state device": (dict(rng_state=torch.zeros(2).long().to("meta")), "rng_state is int64 on meta; give .* on cpu"),
+    "random state shape": (dict(rng_state=torch.zeros(3).long()), r"rng_state is \(3\); give flashsdpa::rng_state\(\): \(2\)"),
+    "random state rank": (dict(rng_state=torch.zeros(2, 1).long()), r"rng_state is \(2, 1\); give flashsdpa::rng_state"),
+    "sparse random state": (dict(dropout_p=0.5, rng_state=torch.zeros(2).long().to_sparse()), f"rng_state {SPARSE}"),
+    "no random state": (dict(dropout_p=0.25), r"dropout_p is 0.25 and rng_state is not given; give flashsdpa::rng_state\(\)"),
     "mask rank": (dict(attn_mask=t(5, 7)), r"attn_mask \(5, 7\) does not broadcast"),
     "window left": (dict(window_left=-2), "window_left is -2"),
     "window right": (dict(window_right=-7), "window_right is -7"),
@@ -218,7 +224,8 @@ BACKWARD = {
     "grad_out device": (dict(grad_out=OUT.to("meta")), "grad_out is .* on meta"),
     "key": (dict(key=t(2, 3, 7, 8)), "flashsdpa::backward.*key and value heads differ"),
     "plan device": (dict(mask_plan=PLAN.to("meta")), "flashsdpa::backward: mask_plan is int32 on meta"),
-    "dropout": (dict(dropout_p=0.5), "flashsdpa::backward: dropout_p is 0.5"),
+    "dropout": (dict(dropout_p=1.5), "flashsdpa::backward: dropout_p is 1.5"),
+    "no random state": (dict(dropout_p=0.5), "flashsdpa::backward: dropout_p is 0.5 and rng_state is not given"),
     "window": (dict(window_left=-4), "window_left is -4"),
 }
 
@@ -235,7 +242,7 @@ def test_backward_op(name):
 
 
 def test_several_faults_are_all_named():
-    with raises("dropout_p is 0.5.*softcap is -2"):
+    with raises("dropout_p is 0.5 and rng_state is not given.*softcap is -2"):
         ops().forward(**Q, dropout_p=0.5, softcap=-2.0)
 
 

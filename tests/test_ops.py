@@ -17,7 +17,7 @@ SCHEMAS = {
     "float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, bool deterministic=False, bool batch_invariant=False, "
     "bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
     "mask_plan": "flashsdpa::mask_plan(Tensor attn_mask) -> Tensor",
-    "rng_state": "flashsdpa::rng_state(Device? device=None) -> Tensor",
+    "rng_state": "flashsdpa::rng_state(*, Device? device=None) -> Tensor",
 }
 
 
@@ -74,7 +74,7 @@ def test_opcheck_rng_state():
 
 def test_rng_state_follows_torchs_generator():
     torch.manual_seed(11)
-    first, second = ops().rng_state(), ops().rng_state(torch.device("cpu"))
+    first, second = ops().rng_state(), ops().rng_state(device=torch.device("cpu"))
     torch.manual_seed(11)
     assert torch.equal(ops().rng_state(), first) and not torch.equal(first, second)
     assert first.dtype == torch.int64 and first.shape == (2,)

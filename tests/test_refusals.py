@@ -23,8 +23,8 @@ STRIDED_BATCH = torch.randn(2, 6, 3, 5, 8)[:, :3]  # two batch axes that are not
 
 # name -> (arguments, a part of the reason, whether stock serves the call; None: it does, unchecked)
 REASONS = {
-    "dropout": (dict(**FOUR, dropout_p=0.3), "dropout_p is 0.3; flashsdpa kernels take 0.0", True),
-    "dropout of all": (dict(**FOUR, dropout_p=1.0), "dropout_p is 1; flashsdpa kernels take 0.0", True),
+    "dropout below 0": (dict(**FOUR, dropout_p=-0.3), "dropout_p is -0.3; give a probability from 0 to 1", False),
+    "dropout above 1": (dict(**FOUR, dropout_p=1.25), "dropout_p is 1.25; give a probability from 0 to 1", False),
     "head_dim": (qkv(1, 1, 5, 257), "head_dim is 257; supported: 0 to 256", True),
     "value head_dim": (
         dict(qkv(1, 1, 5, 8), value=normal(1, 1, 5, 258)), "head_dim of value is 258; supported: 0 to 256", True),
@@ -137,7 +137,7 @@ def test_the_record_shows_the_reason(name):
 
 
 def test_all_reasons_are_listed_at_once():
-    arguments = dict(qkv(1, 1, 5, 300), dropout_p=0.5)
+    arguments = dict(qkv(1, 1, 5, 300), dropout_p=1.5)
     reasons = explain(**arguments, backend="flashsdpa").reasons
     assert len(reasons) >= 2
     with sdpa_backend("flashsdpa", strict=True), pytest.raises(RuntimeError) as error:

@@ -69,9 +69,9 @@ def test_explain_without_data(kind):
 
 def test_explain_names_every_reason_and_every_kernel():
     q, k, v = make(1, 2, 5, 300)
-    explanation = explain(q, k, v, dropout_p=0.5, backend="flashsdpa")
+    explanation = explain(q, k, v, dropout_p=-0.5, backend="flashsdpa")
     assert explanation.chosen == "stock"
-    assert any("dropout_p is 0.5" in reason for reason in explanation.reasons)
+    assert any("dropout_p is -0.5" in reason for reason in explanation.reasons)
     assert any("head_dim is 300" in reason for reason in explanation.reasons)
     from torch_flashsdpa._loader import binding
 
@@ -242,7 +242,7 @@ def test_record_dispatch_counts_decisions_and_launches():
         with record_dispatch() as inner:
             for _ in range(3):
                 F.scaled_dot_product_attention(*inputs)
-        F.scaled_dot_product_attention(*inputs, dropout_p=0.1)
+        F.scaled_dot_product_attention(*make(1, 2, 130, 300))
         F.scaled_dot_product_attention(*inputs).sum().backward()
     F.scaled_dot_product_attention(*inputs)  # after: not seen
     assert _decisions(inner) == [(False, "eager", 3)]
@@ -250,9 +250,9 @@ def test_record_dispatch_counts_decisions_and_launches():
     launches = {row["op"]: row["count"] for row in outer.rows if row["kind"] == "launch"}
     assert sum(launches.values()) >= 5 and any("backward" in op for op in launches)
     refused = next(row for row in outer.rows if row["kernel"] == "stock")
-    assert refused["reasons"] == ["dropout_p is 0.1; flashsdpa kernels take 0.0"]
-    assert refused["shape_q"] == (1, 2, 130, 16) and refused["dtype"] == "float32" and refused["device"] == "cpu"
-    assert "dropout_p is 0.1" in outer.table()
+    assert refused["reasons"] == ["head_dim is 300; supported: 0 to 256"]
+    assert refused["shape_q"] == (1, 2, 130, 300) and refused["dtype"] == "float32" and refused["device"] == "cpu"
+    assert "head_dim is 300" in outer.table()
 
 
 def test_record_dispatch_of_compiled_code():
@@ -291,9 +291,9 @@ def test_log_of_a_refusal(caplog, quiet_log):
     enable("flashsdpa")
     report.log("decisions")
     with caplog.at_level(logging.INFO, logger="torch_flashsdpa"):
-        F.scaled_dot_product_attention(*make(), dropout_p=0.1)
+        F.scaled_dot_product_attention(*make(1, 2, 130, 300))
     (message,) = (record.getMessage() for record in caplog.records)
-    assert "-> stock (dropout_p is 0.1; flashsdpa kernels take 0.0)" in message
+    assert "-> stock (head_dim is 300; supported: 0 to 256)" in message
 
 
 @pytest.mark.parametrize("value, expected", [("decisions", "-> flashsdpa_fwd"), ("loud", "log level is 'loud'")])

@@ -91,8 +91,8 @@ def test_strict_lists_every_reason(routed):
     enable("flashsdpa", strict=True)
     assert routed(call, *make()) == 1
     q, k, v = (torch.randn(1, 1, 4, 300) for _ in range(3))
-    with pytest.raises(RuntimeError, match=r"strict.*dropout_p is 0\.5.*head_dim is 300"):
-        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    with pytest.raises(RuntimeError, match=r"strict.*dropout_p is 1\.5.*head_dim is 300"):
+        F.scaled_dot_product_attention(q, k, v, dropout_p=1.5)
 
 
 # --- scopes -----------------------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def test_scopes_keep_the_count_of_references():
 
 def test_strict_scope_inside_a_lenient_default():
     enable("flashsdpa")
-    q, k, v = make()
-    F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-    with sdpa_backend("flashsdpa", strict=True), pytest.raises(RuntimeError, match="dropout_p is 0.1"):
-        F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    q, k, v = (torch.randn(1, 1, 4, 300) for _ in range(3))
+    F.scaled_dot_product_attention(q, k, v)
+    with sdpa_backend("flashsdpa", strict=True), pytest.raises(RuntimeError, match="head_dim is 300"):
+        F.scaled_dot_product_attention(q, k, v)
 
 
 # --- torch's own switches ---------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ def attention(
         key: (..., heads_kv, seq_k, dim); value: (..., heads_kv, seq_k, dim_v), both of query's dtype and device.
         attn_mask: broadcastable to (..., heads_q, seq_q, seq_k); bool, where True takes part, or additive in float32 or
             query's dtype. Its gradient is computed where it requires one.
-        dropout_p, is_causal, scale, enable_gqa: as in SDPA. is_causal is top-left aligned.
+        dropout_p: the share of the weights that are dropped behind the softmax, 0 to 1, in steps of 2^-16 (one that rounds to 0 is none);
+            the others are divided by 1 - dropout_p. Which ones follows from torch's generator of the device, which goes on.
+        is_causal, scale, enable_gqa: as in SDPA. is_causal is top-left aligned.
         window: (left, right), in keys: key j is seen by query i when i - left <= j <= i + right; -1 is open.
         bottom_right: align is_causal, window and alibi_slopes to the last key instead of the first, an offset of seq_k - seq_q.
         softcap: scaled scores become softcap * tanh(score / softcap), before slopes and masks; 0 for none.
@@ -84,7 +86,7 @@ def attention(
         _to_4d(value),
         attn_mask=mask,
         mask_plan=mask_plan,
-        rng_state=ops.rng_state(query.device) if dropout_p > 0.0 else None,
+        rng_state=ops.rng_state(device=query.device) if dropout_p > 0.0 else None,
         dropout_p=dropout_p,
         is_causal=is_causal,
         bottom_right=bottom_right,

@@ -46,6 +46,7 @@ const char* mask_kind_name(MaskKind kind) {
     case MaskKind::kCausalOnly: return "causal";
     case MaskKind::kMask: return "mask";
     case MaskKind::kBias: return "bias";
+    case MaskKind::kDropout: return "dropout";
   }
   return "";
 }
@@ -62,7 +63,8 @@ void check_auto(const Call& call, Reasons& reasons) {
   const KernelEntry* entry = forward_entry(call);
   if (entry == nullptr) return;  // already refused for that
   const auto& mask = call.options.attn_mask;
-  const MaskKind kind = given(mask) ? (mask->scalar_type() == at::kBool ? MaskKind::kMask : MaskKind::kBias)
+  const MaskKind kind = call.options.dropout_p > 0.0 ? MaskKind::kDropout
+                        : given(mask) ? (mask->scalar_type() == at::kBool ? MaskKind::kMask : MaskKind::kBias)
                         : call.options.is_causal ? MaskKind::kCausalOnly
                                                  : MaskKind::kFull;
   const bool grad = needs_grad(call);

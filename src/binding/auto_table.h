@@ -9,7 +9,8 @@
 
 namespace flashsdpa {
 
-enum class MaskKind : int32_t { kFull = 0, kCausalOnly = 1, kMask = 2, kBias = 3 };  // a bool mask, an additive one
+enum class MaskKind : int32_t { kFull = 0, kCausalOnly = 1, kMask = 2, kBias = 3, kDropout = 4 };
+// A bool mask, an additive one; with dropout, whatever else is given.
 const char* mask_kind_name(MaskKind kind);
 
 struct AutoRow {

@@ -165,7 +165,7 @@ ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
   check_transforms(call, reasons);
   const auto dense = [](const OptTensor& t) { return !given(t) || is_dense(*t); };
   if (!reasons.ok() || (grad && !has_backward(call)) || !is_dense(query) || !is_dense(key) || !is_dense(value) ||
-      !dense(attn_mask) || !dense(mask_plan) || !dense(alibi_slopes) || !dense(sinks))
+      !dense(attn_mask) || !dense(mask_plan) || !dense(rng_state) || !dense(alibi_slopes) || !dense(sinks))
     raise("flashsdpa::forward", call);
   if (grad) {
     auto outputs = Attention::apply(query, key, value, attn_mask, sinks, call);

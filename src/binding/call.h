@@ -71,6 +71,7 @@ ForwardResult call_forward(const Call& call);
 BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
                              const Tensor& lse, std::array<bool, 5> output_mask);
 Tensor call_mask_plan(const Tensor& attn_mask);
+Tensor call_rng_state(const at::Device& device);
 
 // Implementations, registered in ops.cpp: on devices (execute.cpp), of derivatives and autocast (autograd.cpp).
 ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS);

@@ -60,7 +60,9 @@ std::string supported_dtypes(const at::Device& device) {
 
 // Options no kernel of this build serves, and values that none could.
 bool check_options(const Options& o, Reasons& reasons) {
-  if (o.dropout_p != 0.0 && reasons.add("dropout_p is ", o.dropout_p, "; flashsdpa kernels take 0.0")) return true;
+  if (!(o.dropout_p >= 0.0 && o.dropout_p <= 1.0) &&
+      reasons.add("dropout_p is ", o.dropout_p, "; give a probability from 0 to 1"))
+    return true;
   if (!(at_least(o.window_left, -1) && at_least(o.window_right, -1)) &&
       reasons.add("window_left is ", o.window_left, ", window_right is ", o.window_right,
                   "; give 0 or more keys, or -1 for no limit"))
@@ -100,9 +102,20 @@ bool check_mask_plan_kind(const Tensor& plan, const at::Device& device, Reasons&
 
 bool check_rng_state_kind(const Tensor& state, const at::Device& device, Reasons& reasons) {
   if (check_kind("rng_state", state, reasons)) return true;
-  return is_dense(state) && (state.scalar_type() != at::kLong || state.device() != device) &&
-         reasons.add("rng_state is ", dtype_name(state.scalar_type()), " on ", state.device(),
-                     "; give flashsdpa::rng_state(): int64 on ", device);
+  if (!is_dense(state)) return false;
+  if ((state.scalar_type() != at::kLong || state.device() != device) &&
+      reasons.add("rng_state is ", dtype_name(state.scalar_type()), " on ", state.device(),
+                  "; give flashsdpa::rng_state(): int64 on ", device))
+    return true;
+  return !(state.dim() == 1 && equals(state.sym_size(0), 2)) &&
+         reasons.add("rng_state is ", reasons.collecting() ? shape_text(state.sym_sizes()) : std::string(),
+                     "; give flashsdpa::rng_state(): (2), seed and offset");
+}
+
+// The ops are given the state; the router draws it once it has decided.
+void check_rng_state_given(const Options& o, Reasons& reasons) {
+  if (o.dropout_p > 0.0 && !given(o.rng_state))
+    reasons.add("dropout_p is ", o.dropout_p, " and rng_state is not given; give flashsdpa::rng_state()");
 }
 
 c10::SymInt const& size(const Tensor& t, int axis) { return t.sym_sizes()[axis]; }
@@ -297,6 +310,9 @@ void check_entry(const KernelEntry& entry, const Call& call, bool mask_grad, Rea
   if (lacks(kBatchInvariant) && o.batch_invariant &&
       reasons.add("batch_invariant is True; ", entry.name, " takes False"))
     return;
+  if (lacks(kDropout) && o.dropout_p != 0.0 &&
+      reasons.add("dropout_p is ", o.dropout_p, "; ", entry.name, " takes 0"))
+    return;
   if (lacks(kGqa) && !equals(size(call.query, 1), size(call.key, 1)))
     reasons.add("query has ", size(call.query, 1), " heads, key ", size(call.key, 1), "; ", entry.name,
                 " takes equal counts");
@@ -380,13 +396,15 @@ void raise(const char* op, const Call& call) {
   std::vector<std::string> list;
   Reasons reasons(&list);
   check_transforms(call, reasons);
+  check_rng_state_given(call.options, reasons);
   if (check_kinds(call, reasons)) check_shapes(call, reasons);
   TORCH_CHECK(false, op, ": ", join(list, "; "));
 }
 
 void require(const char* op, const Call& call) {
   Reasons reasons;
-  check_kinds(call, reasons);
+  check_rng_state_given(call.options, reasons);
+  if (reasons.ok()) check_kinds(call, reasons);
   if (reasons.ok()) check_shapes(call, reasons);
   if (!reasons.ok()) [[unlikely]]
     raise(op, call);

@@ -15,6 +15,7 @@
 #include <limits>
 
 #include "checks.h"
+#include "dropout.h"
 #include "layout.h"
 #include "mask_plan.h"
 #include "report.h"
@@ -102,6 +103,18 @@ HeadView head_view(const OptTensor& t) {
   return {t->const_data_ptr<float>(), t->dim() == 2 ? t->stride(0) : 0, t->stride(t->dim() - 1)};
 }
 
+// None where p rounds to none.
+Dropout dropout(const Options& o) {
+  Dropout d;
+  const uint32_t kept = dropout_kept(o.dropout_p);
+  if (kept == kDropoutOne || !given(o.rng_state)) return d;  // explain() has no state to give
+  d.seed = o.rng_state->const_data_ptr<int64_t>();
+  d.offset = d.seed + o.rng_state->stride(0);
+  d.kept = kept;
+  d.rescale = kept == 0 ? 0.0 : static_cast<double>(kDropoutOne) / kept;
+  return d;
+}
+
 bool has_memory(const Tensor& t) { return !t.is_meta() && !t.unsafeGetTensorImpl()->is_python_dispatch(); }
 
 MaskView mask_view(const Tensor& mask) {
@@ -181,6 +194,7 @@ Problem problem(const Call& call) {
   p.softcap = o.softcap;
   p.slopes = head_view(o.alibi_slopes);
   p.diagonal = diagonal(o, p.seq_q, p.seq_k);
+  p.dropout = dropout(o);
   p.sinks = head_view(o.sinks);
   p.batch_invariant = o.batch_invariant;
   const at::Device device = call.query.device();

@@ -28,7 +28,8 @@ constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx, Is
 constexpr std::pair<Feature, const char*> kFeatures[] = {
     {kCausal, "causal"},      {kBand, "band"},   {kBoolMask, "bool_mask"}, {kBias, "bias"},
     {kBiasGrad, "bias_grad"}, {kGqa, "gqa"},     {kLseGrad, "lse_grad"},   {kDeterministic, "deterministic"},
-    {kSoftcap, "softcap"},    {kAlibi, "alibi"}, {kSinks, "sinks"},        {kBatchInvariant, "batch_invariant"}};
+    {kSoftcap, "softcap"},    {kAlibi, "alibi"}, {kSinks, "sinks"},        {kBatchInvariant, "batch_invariant"},
+    {kDropout, "dropout"}};
 
 Backend to_backend(int value) {
   TORCH_CHECK_VALUE(value >= 0 && value <= 2, "backend is ", to_text(value),
@@ -150,7 +151,8 @@ T by_name(const T (&values)[n], const std::string& text, const char* what, Name 
 }
 
 void set_auto_rows(const py::list& rows) {
-  constexpr MaskKind kinds[] = {MaskKind::kFull, MaskKind::kCausalOnly, MaskKind::kMask, MaskKind::kBias};
+  constexpr MaskKind kinds[] = {MaskKind::kFull, MaskKind::kCausalOnly, MaskKind::kMask, MaskKind::kBias,
+                                MaskKind::kDropout};
   std::vector<AutoRow> table;
   for (const py::handle& item : rows) {
     const auto row = item.cast<py::dict>();

@@ -102,6 +102,11 @@ Tensor call_mask_plan(const Tensor& attn_mask) {
   return op.call(attn_mask);
 }
 
+Tensor call_rng_state(const at::Device& device) {
+  static const auto op = handle<Tensor(std::optional<at::Device>)>("flashsdpa::rng_state");
+  return op.call(device);
+}
+
 TORCH_LIBRARY(flashsdpa, m) {
   m.def("forward(Tensor query, Tensor key, Tensor value, *, " FLASHSDPA_OPTION_SCHEMA ") -> (Tensor out, Tensor lse)",
         kPure);
@@ -112,7 +117,8 @@ TORCH_LIBRARY(flashsdpa, m) {
       "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
       kPure);
   m.def("mask_plan(Tensor attn_mask) -> Tensor", kPureOfAnyLayout);
-  m.def("rng_state(Device? device=None) -> Tensor", kRandom);
+  // By keyword: there torch looks for the device whose generator it saves for a recomputation in a compiled graph.
+  m.def("rng_state(*, Device? device=None) -> Tensor", kRandom);
 }
 
 TORCH_LIBRARY_IMPL(flashsdpa, Meta, m) {

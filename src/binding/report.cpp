@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
+#include "dropout.h"
 #include "execute.h"
 #include "layout.h"
 
@@ -85,6 +86,8 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
     if (!by_tma.empty()) config.emplace_back("by TMA", by_tma);
     if (!plainly.empty()) config.emplace_back("not by TMA", plainly + " (alignment or strides)");
   }
+  if (const double p = call.options.dropout_p; p > 0.0)
+    config.emplace_back("dropout", to_text(double(kDropoutOne - dropout_kept(p)) / kDropoutOne) + ", a multiple of 2^-16");
   if (call.device.is_cpu()) config.emplace_back("threads", std::to_string(at::get_num_threads()));
   if (needs_grad(call))
     if (const auto* backward = backward_entry(call)) config.emplace_back("backward", backward->name);

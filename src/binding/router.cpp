@@ -28,14 +28,18 @@ Tensor stock(const Request& r) {
                                                   r.scale, r.enable_gqa);
 }
 
-Options options_of(const Request& r) {
-  return {.attn_mask = r.attn_mask, .dropout_p = r.dropout_p, .is_causal = r.is_causal, .scale = r.scale};
+Options options_of(const Request& r, const OptTensor& mask, const Selection& selection) {
+  return {.attn_mask = mask,
+          .dropout_p = r.dropout_p,
+          .is_causal = r.is_causal,
+          .scale = r.scale,
+          .batch_invariant = selection.batch_invariant};
 }
 
 // The one decision. Refusals go to `reasons`; without any, `n` holds the call for the op. What needs no shape comes
 // first, so that a trace gets no guard where the answer cannot depend on it.
 void decide(const Request& r, const at::Device& device, const Selection& selection, Normalised& n, Reasons& reasons) {
-  const Options raw_options = options_of(r);
+  const Options raw_options = options_of(r, r.attn_mask, selection);
   const Call raw{r.query, r.key, r.value, raw_options, device};
   const bool readable = check_kinds(raw, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
@@ -50,10 +54,7 @@ void decide(const Request& r, const at::Device& device, const Selection& selecti
   if (selection.backend == Backend::kAuto && !selection.batch_invariant) check_auto({n.query, n.key, n.value, raw_options, device}, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
   if (!normalise_mask(r.attn_mask, any_python_dispatch(r), n, reasons)) return;
-  const Options options{.attn_mask = n.attn_mask,
-                        .is_causal = r.is_causal,
-                        .scale = r.scale,
-                        .batch_invariant = selection.batch_invariant};
+  const Options options = options_of(r, n.attn_mask, selection);
   check_shapes({n.query, n.key, n.value, options, device}, reasons);
 }
 
@@ -61,7 +62,7 @@ void notify(const Request& r, const char* kernel, const std::vector<std::string>
             bool traced) {
   const auto observe = observer.load();
   if (observe == nullptr) return;
-  const Options options = options_of(r);
+  const Options options = options_of(r, r.attn_mask, selection);
   observe({"decision",
            "aten::scaled_dot_product_attention",
            kernel,
@@ -81,8 +82,12 @@ bool worth_planning(const Tensor& query, const Tensor& key, const Tensor& mask) 
 Tensor serve(const Request& r, const Normalised& n, const Selection& selection) {
   OptTensor plan;
   if (n.attn_mask.has_value() && worth_planning(n.query, n.key, *n.attn_mask)) plan = call_mask_plan(*n.attn_mask);
+  OptTensor rng_state;
+  if (r.dropout_p > 0.0) rng_state = call_rng_state(n.query.device());
   const Options options{.attn_mask = n.attn_mask,
                         .mask_plan = plan,
+                        .rng_state = rng_state,
+                        .dropout_p = r.dropout_p,
                         .is_causal = r.is_causal,
                         .scale = r.scale,
                         .deterministic = at::globalContext().deterministicAlgorithms(),
@@ -95,7 +100,7 @@ Tensor serve(const Request& r, const Normalised& n, const Selection& selection) 
 Selection traced_selection(const Request& r) {
   const auto ask = hook.load(std::memory_order_relaxed);
   if (ask == nullptr) return {};
-  const Options options = options_of(r);
+  const Options options = options_of(r, r.attn_mask, {});
   Reasons kinds;
   const Call call{r.query, r.key, r.value, options};
   check_kinds(call, kinds);
@@ -129,8 +134,7 @@ Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const 
   decide(request, query.device(), selection, n, reasons);
   if (!reasons.ok()) return refuse(request, selection, traced);
   if (observing()) [[unlikely]] {
-    const Options options{
-        .attn_mask = n.attn_mask, .is_causal = is_causal, .batch_invariant = selection.batch_invariant};
+    const Options options = options_of(request, n.attn_mask, selection);
     notify(request, forward_entry({n.query, n.key, n.value, options})->name, {}, selection, traced);
   }
   return serve(request, n, selection);
@@ -146,10 +150,7 @@ Explanation explain(const Request& r, const Selection& selection) {
   Normalised n;
   decide(r, device, selection, n, reasons);
   const bool normal = n.query.defined() && n.query.dim() == 4 && n.key.dim() == 4 && n.value.dim() == 4;
-  const Options options{.attn_mask = normal ? n.attn_mask : r.attn_mask,
-                        .is_causal = r.is_causal,
-                        .scale = r.scale,
-                        .batch_invariant = selection.batch_invariant};
+  const Options options = options_of(r, normal ? n.attn_mask : r.attn_mask, selection);
   const Call call =
       normal ? Call{n.query, n.key, n.value, options, device} : Call{r.query, r.key, r.value, options, device};
   const KernelEntry* chosen = reasons.ok() ? forward_entry(call) : nullptr;

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "dropout_bits.h"
 #include "float_engine.h"
 
 namespace flashsdpa::FLASHSDPA_ISA_NAMESPACE {
@@ -69,10 +70,14 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
   const int64_t kv_head = tiles[0].head[0] / (p.heads_q / p.heads_kv);
   PlanCursor plan[Engine::kRowTiles];
   KeyRange range[Engine::kRowTiles];
+  const bool drops = p.dropout.seed != nullptr;
+  DropoutStream streams[Engine::kRowTiles];
+  uint64_t undropped[kSlots * kTile];  // of the row tile at hand, where drops
   for (int t = 0; t < count; ++t) {
     plan[t] = PlanCursor(p, tiles[t]);
     range[t] = key_range(p, tiles[t]);
     states[t].started = false;
+    if (drops) streams[t] = DropoutStream(p.dropout, tiles[t].batch, tiles[t].head[0]);
     for (int r = 0; r < kTile; ++r) states[t].max[r] = kNegInf<T>, states[t].sum[r] = T(0);
     engine.load_queries(t, a.q, tiles[t], p.scale);
   }
@@ -100,6 +105,8 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
         const int slot = slots[i];
         if (!loaded[slot]) engine.load_keys(slot, a.k, a.v, tile.batch, kv_head, (kb + slot) * kTile, keys_of(slot));
         loaded[slot] = true;
+        if (drops)
+          streams[t].find(tile.query_min, tile.rows, (kb + slot) * kTile, keys_of(slot), undropped + i * kTile);
       }
       T alpha[kTile];
       bool moved = false;
@@ -113,9 +120,17 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
           });
           masks[i].apply(scores, p, tile, r, r_end, (kb + slot) * kTile, keys_of(slot));
         }
-        moved |= online_softmax<Engine::kKeyStep>(
-            st, r, r_end, spans, engine.factor(), states[t], alpha,
-            [&](int j, int row, Vec<T> p0, Vec<T> p1) { engine.keep(st, j, row, p0, p1); });
+        const auto softmax = [&](const auto& keep) {
+          moved |= online_softmax<Engine::kKeyStep>(st, r, r_end, spans, engine.factor(), states[t], alpha, keep);
+        };
+        if (drops) {
+          softmax([&](int j, int row, Vec<T> p0, Vec<T> p1) {
+            engine.keep(st, j, row, lanes_of<T>(undropped[j], row) ? p0 : Vec<T>{},
+                        lanes_of<T>(undropped[j + 1], row) ? p1 : Vec<T>{});
+          });
+        } else {
+          softmax([&](int j, int row, Vec<T> p0, Vec<T> p1) { engine.keep(st, j, row, p0, p1); });
+        }
       }
       if (moved && states[t].started) engine.rescale(t, tile.rows, alpha);
       if (!states[t].started && !spans.uniform) {
@@ -135,8 +150,8 @@ inline void attend(const ForwardParams& a, const RowTile* tiles, int count, int6
   }
 }
 
-// Normalises one row and writes it: out = o / sum, lse = max + log(sum), the sink among them; a row with no key gives 0
-// and -inf, or its sink.
+// Normalises one row and writes it: out = o / sum, rescaled for dropout, and lse = max + log(sum), the sink among them; a
+// row with no key gives 0 and -inf, or its sink.
 template <typename In, typename T>
 inline void write_row(const ForwardParams& a, int64_t b, int64_t h, int64_t s, const T* o, T max, T sum) {
   const Problem& p = a.problem;
@@ -146,7 +161,7 @@ inline void write_row(const ForwardParams& a, int64_t b, int64_t h, int64_t s, c
   if (empty) {
     for (int64_t c = 0; c < p.dim_v; ++c) narrow(T(0), out + c);
   } else {
-    store_row(out, o, p.dim_v, kept / sum);
+    store_row(out, o, p.dim_v, kept / sum * T(p.dropout.rescale));
   }
   static_cast<T*>(a.lse)[(b * p.heads_q + h) * p.seq_q + s] = max + std::log(sum);
 }

@@ -33,6 +33,8 @@ struct BackwardScratch {
   T* weight;       // (64): 1, and P = weight * exp(S - shift)
   T* delta;        // (64): rowsum(O * dO) - dLSE
   T* tanhs;        // (64 x kTileStride): of the capped scores; null without a cap
+  DropoutStream stream;        // of the rows' head
+  uint64_t undropped[kTile];   // of the tile at hand
 
   BackwardScratch(Arena& arena, const Problem& p) : engine(arena, p) {
     pt = arena.take<T>(kTile * kTileStride);
@@ -51,6 +53,7 @@ struct BackwardScratch {
   void load_rows(const BackwardParams& a, const RowTile& tile) {
     const Problem& p = a.problem;
     engine.load_rows(a, tile);
+    if (p.dropout.seed) stream = DropoutStream(p.dropout, tile.batch, tile.head[0]);
     bool coarse = false;
     for (int r = 0; r < kTile; ++r) shift[r] = std::numeric_limits<T>::infinity(), weight[r] = T(1), delta[r] = T(0);
     for (int r = 0; r < tile.rows; ++r) {
@@ -114,9 +117,23 @@ struct BackwardScratch {
     spans.for_each_block(0, tile.rows, 0, keys, visit);
   }
 
-  // P and dS = P * (dO V^T - delta) of one tile, transposed, in pt and dt; false if there is nothing.
+  // P and dS = P * (dO V^T - delta) of one tile, transposed, in pt and dt; false if there is nothing. Dropout, a factor Z
+  // of 0 or rescale on each weight, makes them Z * P and P * (Z * dO V^T - delta): delta has it from the output.
   bool recompute(const BackwardParams& a, const RowTile& tile, int granule, int64_t first_key, int keys) {
     if (!load_scores(a, tile, granule, first_key, keys)) return false;
+    const Dropout& dropout = a.problem.dropout;
+    if (dropout.seed) {
+      stream.find(tile.query_min, tile.rows, first_key, keys, undropped);
+      differentiate(tile, keys, [this, rescale = T(dropout.rescale)](int j, int r, Vec<T> x) {
+        return lanes_of<T>(undropped[j], r) ? x * rescale : Vec<T>{};
+      });
+    } else {
+      differentiate(tile, keys, [](int, int, Vec<T> x) { return x; });
+    }
+    return true;
+  }
+  template <typename Drop>
+  void differentiate(const RowTile& tile, int keys, const Drop& drop) {
     const T factor = engine.factor();
     for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) {
       engine.grad_probabilities(r0, r1, j0, j1, dt);
@@ -126,12 +143,11 @@ struct BackwardScratch {
         for (int r = r0; r < r1; r += kLanes<T>) {
           const Vec<T> scaled = rounded<T>(load(p_row + r) * factor);  // as the shift was
           const Vec<T> e = exp_nonpositive(scaled - load(shift + r)) * load(weight + r);
-          store(p_row + r, e);
-          store(d_row + r, e * (load(d_row + r) - load(delta + r)));
+          store(p_row + r, drop(j, r, e));
+          store(d_row + r, e * (drop(j, r, load(d_row + r)) - load(delta + r)));
         }
       }
     });
-    return true;
   }
 
   // dS of the scores before the cap. That of a removed one is 0, whatever K held.

@@ -170,6 +170,7 @@ class FewRows {
     });
     mask_scores(p, tile, granule, first, keys);
     for (int r = 0; r < tile.rows; ++r) add_row(r, keys);
+    if (p.dropout.seed) drop_weights(p, tile, first, keys);
     for_each_block(tile.rows, [&](int r, auto count) {
       weighted_sum<count(), 8 / count()>(weights_ + r * kTile, keys, v, ldv, dim_v_, out_ + r * dim_v_, dim_v_);
     });
@@ -228,6 +229,18 @@ class FewRows {
     }
     max_[r] = top;
     sum_[r] += sum_lanes<T>(total);
+  }
+
+  // The queries of a head are few enough for the words of one tile.
+  void drop_weights(const Problem& p, const RowTile& tile, int64_t first, int keys) {
+    uint64_t undropped[kTile];
+    for (int r = 0; r < tile.rows; ++r) {
+      const int query = int(tile.query[r]);
+      if (query == 0)
+        DropoutStream(p.dropout, tile.batch, tile.head[r]).find(0, int(p.seq_q), first, keys, undropped);
+      for (int j = 0; j < keys; ++j)
+        if (!(undropped[j] >> query & 1)) weights_[r * kTile + j] = T(0);
+    }
   }
 
   int64_t dim_, dim_v_;  // in whole vectors

@@ -77,6 +77,15 @@ inline uint64_t nonzero_bits(const uint8_t* bytes, int count) {
   return bits;
 }
 
+// Lane i: whether bit r + i of the word is set.
+template <typename T>
+inline IntVec<T> lanes_of(uint64_t word, int r) {
+  IntVec<T> lane_bit;
+  for (int i = 0; i < kLanes<T>; ++i) lane_bit[i] = 1 << i;
+  const auto bits = typename SimdOf<T>::Lane(word >> r);
+  return ((bits - IntVec<T>{}) & lane_bit) != 0;
+}
+
 // The scores of one S^T tile (keys x rows) that stay: bit r of word j for row r, key j.
 struct KeptScores {
   bool all;  // the words are not filled then
@@ -162,16 +171,11 @@ struct KeptScores {
   template <typename T>
   void apply(T* st, const RowTile& tile, int r0, int r1, int keys) const {
     if (all) return;
-    IntVec<T> lane_bit;
-    for (int i = 0; i < kLanes<T>; ++i) lane_bit[i] = 1 << i;
     for (int j = 0; j < keys; ++j) {
       if (of_key[j] == low_bits(tile.rows)) continue;
       T* row = st + j * kTileStride;
-      for (int r = r0; r < r1; r += kLanes<T>) {
-        const auto bits = typename SimdOf<T>::Lane(of_key[j] >> r);
-        const IntVec<T> kept = (bits - IntVec<T>{}) & lane_bit;
-        store(row + r, kept != 0 ? load(row + r) : splat(kNegInf<T>));
-      }
+      for (int r = r0; r < r1; r += kLanes<T>)
+        store(row + r, lanes_of<T>(of_key[j], r) ? load(row + r) : splat(kNegInf<T>));
     }
   }
 };

@@ -26,6 +26,7 @@ class Case:
     heads_kv: int = 8
     mask: str = "full"
     grad: bool = False
+    dropout: float = 0.0
     pairs: int | None = None  # interleaved repetitions; None leaves it to the run
 
     @property
@@ -33,7 +34,8 @@ class Case:
         """For instance "D64 full B1 H8 S2048"."""
         heads = f"H{self.heads}" if self.heads == self.heads_kv else f"H{self.heads}/{self.heads_kv}"
         length = f"S{self.seq_q}" if self.seq_q == self.seq_k else f"Sq{self.seq_q} Sk{self.seq_k}"
-        return f"D{self.dim} {self.mask} B{self.batch} {heads} {length}"
+        dropout = f" dropout {self.dropout}" if self.dropout else ""
+        return f"D{self.dim} {self.mask} B{self.batch} {heads} {length}{dropout}"
 
     @property
     def pass_name(self):
@@ -42,6 +44,8 @@ class Case:
     @property
     def kind(self):
         """The word under which the table of "auto" files the case."""
+        if self.dropout:
+            return "dropout"
         return self.mask if self.mask in ("full", "causal") else "mask"
 
     def make_mask(self):
@@ -73,6 +77,7 @@ class Case:
             "value": normal(self.heads_kv, self.seq_k),
             "attn_mask": self.make_mask(),
             "is_causal": self.mask == "causal",
+            "dropout_p": self.dropout,
             "enable_gqa": self.heads != self.heads_kv,
         }
 
@@ -131,6 +136,8 @@ def _auto():
             base = Case("grid", 0, 0, dim, dtype, heads=4, heads_kv=4, pairs=7)
             for mask in ("full", "causal", "half padded", "random bool"):
                 cases += _both_passes(replace(base, seq_q=n, seq_k=n, mask=mask) for n in (32, 128, 1024))
+            for mask in ("full", "causal"):
+                cases += _both_passes(replace(base, seq_q=n, seq_k=n, mask=mask, dropout=0.1) for n in (32, 128, 1024))
             for mask in ("full", "half padded"):
                 cases += [replace(base, seq_q=1, seq_k=n, mask=mask) for n in (128, 1024, 8192)]
     return cases

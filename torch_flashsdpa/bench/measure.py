@@ -45,7 +45,24 @@ def run_once(inputs, grad_out):
     return out, torch.autograd.grad(out, (inputs["query"], inputs["key"], inputs["value"]), grad_out)
 
 
-def _slices(inputs, grad_out):
+def _dropout_factor(inputs):
+    """(batch, heads, seq_q, seq_k): by what ours multiplies each weight under the seed 0, read off equal scores and unit vectors
+    for values; None without dropout."""
+    if not inputs["dropout_p"]:
+        return None
+    query, keys = inputs["query"], inputs["key"].shape[-2]
+    zeros = {name: torch.zeros_like(inputs[name], requires_grad=False) for name in ("query", "key")}
+    parts = []
+    for start in range(0, keys, 256):
+        units = torch.eye(keys, dtype=query.dtype)[:, start : start + 256].expand(*inputs["key"].shape[:2], -1, -1)
+        torch.manual_seed(0)
+        with ours():
+            parts.append(run_once({**inputs, **zeros, "value": units, "attn_mask": None, "is_causal": False}, None)[0])
+    kept = torch.cat(parts, -1) != 0
+    return kept / (1 - round(inputs["dropout_p"] * 2**16) / 2**16)
+
+
+def _slices(inputs, grad_out, factor=None):
     """The call cut into one batch entry and one key head each, so that the reference's scores fit in memory."""
     query, key, mask = inputs["query"], inputs["key"], inputs["attn_mask"]
     group = query.shape[1] // key.shape[1]
@@ -58,33 +75,37 @@ def _slices(inputs, grad_out):
                 "value": inputs["value"][batch, head : head + 1].expand(group, -1, -1),
                 "attn_mask": mask if mask is None or mask.dim() < 3 else mask[min(batch, mask.shape[0] - 1)],
                 "is_causal": inputs["is_causal"],
+                "factor": None if factor is None else factor[batch, heads],
             }
             yield (batch, heads, head), part, None if grad_out is None else grad_out[batch, heads]
 
 
-def _formula(query, key, value, attn_mask, is_causal):
-    """The documented formula; rows without an allowed key give 0."""
+def _formula(query, key, value, attn_mask, is_causal, factor):
+    """The documented formula; rows without an allowed key give 0. factor: of the weights, by dropout."""
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     allowed = attn_mask
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
-    return torch.softmax(scores, -1).nan_to_num(0.0) @ value
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return (weights if factor is None else weights * factor.to(weights.dtype)) @ value
 
 
-def _math_path(**part):
+def _math_path(factor, **part):
+    if factor is not None:  # torch's own path drops other weights
+        return _formula(**part, factor=factor)
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(**part)
 
 
-def _evaluate(function, inputs, grad_out, dtype):
+def _evaluate(function, inputs, grad_out, dtype, factor):
     """out and gradients of `function` over all slices, computed in `dtype`, returned in float64."""
     names = ("query", "key", "value")
     grads = [torch.zeros_like(inputs[name], dtype=torch.float64) for name in names] if grad_out is not None else []
     query = inputs["query"]
     out = torch.empty(*query.shape[:-1], inputs["value"].shape[-1], dtype=torch.float64)
-    for (batch, heads, head), part, part_grad in _slices(inputs, grad_out):
+    for (batch, heads, head), part, part_grad in _slices(inputs, grad_out, factor):
         for name in names:
             part[name] = part[name].detach().to(dtype).requires_grad_(grad_out is not None)
         result = function(**part)
@@ -109,10 +130,12 @@ def check(inputs, grad_out):
     PyTorch's math path in the same dtype plus one rounding step of that dtype (gradients: four, since the backward
     makes its weights from a rounded log-sum-exp), float64 a relative 1e-12, inf and nan in the same places."""
     dtype = inputs["query"].dtype
-    reference = _evaluate(_formula, inputs, grad_out, torch.float64)
+    factor = _dropout_factor(inputs)
+    reference = _evaluate(_formula, inputs, grad_out, torch.float64, factor)
     with stock():
-        yardstick = _evaluate(_math_path, inputs, grad_out, dtype)
+        yardstick = _evaluate(_math_path, inputs, grad_out, dtype, factor)
     _poison(inputs)
+    torch.manual_seed(0)
     with ours():
         out, grads = run_once(inputs, grad_out)
     worst = 0.0
