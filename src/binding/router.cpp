@@ -51,7 +51,8 @@ void decide(const Request& r, const at::Device& device, const Selection& selecti
     return;
   if (!readable || !normalise_inputs(r.query, r.key, r.value, r.enable_gqa, n, reasons)) return;
   // Before the mask is looked at: a call that "auto" leaves to stock should not pay for it.
-  if (selection.backend == Backend::kAuto && !selection.batch_invariant) check_auto({n.query, n.key, n.value, raw_options, device}, reasons);
+  if (selection.backend == Backend::kAuto && !selection.batch_invariant)
+    check_auto({n.query, n.key, n.value, raw_options, device}, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
   if (!normalise_mask(r.attn_mask, any_python_dispatch(r), n, reasons)) return;
   const Options options = options_of(r, n.attn_mask, selection);
