@@ -140,6 +140,21 @@ def test_routed_calls(backend, scoped, eight_threads):
     assert torch.equal(bits[0], bits[1]) and torch.equal(bits[0], bits[2])
 
 
+def test_scopes_with_and_without_it_nest():
+    def flag():
+        return torch_flashsdpa.status()["batch_invariant"]
+
+    for backend in ("flashsdpa", "auto"):
+        with torch_flashsdpa.sdpa_backend(backend):
+            assert not flag()
+            with torch_flashsdpa.sdpa_backend(backend, batch_invariant=True):
+                assert flag()
+                with torch_flashsdpa.sdpa_backend(backend):
+                    assert not flag()
+                assert flag()
+            assert not flag()
+
+
 def test_auto_takes_every_supported_call():
     """Whether "auto" takes a call may depend on anything that was measured; here it must not, and stock promises nothing."""
     q = torch.randn(1, 1, 3, 3)
