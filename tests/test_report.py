@@ -250,7 +250,7 @@ def test_record_dispatch_counts_decisions_and_launches():
     launches = {row["op"]: row["count"] for row in outer.rows if row["kind"] == "launch"}
     assert sum(launches.values()) >= 5 and any("backward" in op for op in launches)
     refused = next(row for row in outer.rows if row["kernel"] == "stock")
-    assert refused["reasons"] == ["head_dim is 300; supported: 0 to 256"]
+    assert refused["reasons"] == [f"head_dim{of} is 300; supported: 0 to 256" for of in ("", " of value")]
     assert refused["shape_q"] == (1, 2, 130, 300) and refused["dtype"] == "float32" and refused["device"] == "cpu"
     assert "head_dim is 300" in outer.table()
 
@@ -293,7 +293,7 @@ def test_log_of_a_refusal(caplog, quiet_log):
     with caplog.at_level(logging.INFO, logger="torch_flashsdpa"):
         F.scaled_dot_product_attention(*make(1, 2, 130, 300))
     (message,) = (record.getMessage() for record in caplog.records)
-    assert "-> stock (head_dim is 300; supported: 0 to 256)" in message
+    assert "-> stock (head_dim is 300; supported: 0 to 256;" in message
 
 
 @pytest.mark.parametrize("value, expected", [("decisions", "-> flashsdpa_fwd"), ("loud", "log level is 'loud'")])

@@ -15,7 +15,7 @@ struct WideProduct {
   uint64_t operator()(uint64_t a, uint32_t m) const { return uint64_t(uint32_t(a)) * m; }
   Words operator()(Words a, uint32_t m) const {
 #if defined(__AVX512F__)
-    return (Words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(m));
+    return (Words)_mm512_maskz_mul_epu32(__mmask8(-1), (__m512i)a, _mm512_set1_epi64(m));  // the plain one makes g++ 12 warn
 #elif defined(__AVX2__)
     return (Words)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(m));
 #elif defined(__SSE2__)

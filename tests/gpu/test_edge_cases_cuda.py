@@ -206,6 +206,7 @@ def test_up_100_autocast_casts_all_three():
 
 @pytest.mark.parametrize("name, value, text", (
     ("softcap", 2.0, "softcap is 2; flashsdpa_fwd_sm90 takes 0"),
+    ("dropout_p", 0.25, "dropout_p is 0.25; flashsdpa_fwd_sm90 takes 0"),
     ("alibi_slopes", torch.ones(2), "alibi_slopes is given; flashsdpa_fwd_sm90 takes none"),
     ("sinks", torch.ones(2), "sinks is given; flashsdpa_fwd_sm90 takes none"),
     ("batch_invariant", True, "batch_invariant is True; flashsdpa_fwd_sm90 takes False"),
