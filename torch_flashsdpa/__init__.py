@@ -30,9 +30,9 @@ _PUBLIC = {
     "reset_routed_calls": "report",
     "doctor": "_doctor",
 }
-_MODULES = ("profiler", "selection", "report", "flops")
+_MODULES = ("profiler", "selection", "report", "flops", "integrations")
 
-__all__ = sorted([*_PUBLIC, "profiler"])
+__all__ = sorted([*_PUBLIC, "integrations", "profiler"])
 
 
 def __getattr__(name):
