@@ -29,6 +29,7 @@ _PUBLIC = {
     "routed_calls": "report",
     "reset_routed_calls": "report",
     "doctor": "_doctor",
+    "profile": "profiling",
 }
 _MODULES = ("profiler", "selection", "report", "flops", "integrations")
 
