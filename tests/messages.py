@@ -81,10 +81,27 @@ def _spoken(node):
     return None
 
 
+def _resolved(tree, expressions):
+    """The expressions, and for a variable what its function assigns to it."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for expression in expressions:
+        if not isinstance(expression, ast.Name):
+            yield expression
+            continue
+        for function in functions:
+            nodes = list(ast.walk(function))
+            if expression in nodes:
+                yield from (n.value for n in nodes if isinstance(n, ast.Assign) and expression.id in map(_name, n.targets))
+
+
+def _name(node):
+    return getattr(node, "id", None)
+
+
 def _python_texts(tree):
     refusals = (n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "refusal" for n in ast.walk(f))
     returned = [n.value for n in refusals if isinstance(n, ast.Return) and n.value]
-    for expression in [*filter(None, map(_spoken, ast.walk(tree))), *returned]:
+    for expression in [*_resolved(tree, filter(None, map(_spoken, ast.walk(tree)))), *returned]:
         text = _joined([_python_text(expression)])
         if text not in ("...", ""):
             yield text

@@ -68,8 +68,9 @@ def test_messages_are_found_in_both_languages():
         "a sentence of some length about ..., and its end"]
     import ast
 
-    code = "raise ValueError(f'x is {x}; give ' + 'y')\nwarnings.warn('w')\nraise KeyError(name)\nf('no message')\nLibrary(None, None, 'p')"
-    assert list(messages._python_texts(ast.parse(code))) == ["x is ...; give y", "w", "p"]
+    code = "raise ValueError(f'x is {x}; give ' + 'y')\nwarnings.warn('w')\nraise KeyError(name)\nf('no')\nLibrary(0, 0, 'p')"
+    code += "\ndef f():\n    text = f'in {a} variable'\n    raise ValueError(text)\ndef g():\n    text = 'another'"
+    assert list(messages._python_texts(ast.parse(code))) == ["x is ...; give y", "w", "p", "in ... variable"]
 
 
 def test_api_page_is_current():
@@ -80,7 +81,7 @@ def test_api_page_is_current():
     assert tool.PAGE.read_text() == text, "run `python tools/api_reference.py`"
     import torch_flashsdpa
 
-    assert all(f"`torch_flashsdpa.{name}" in text for name in torch_flashsdpa.__all__ if name not in ("integrations", "profiler"))
+    assert all(f"`torch_flashsdpa.{name}" in text for name in {*torch_flashsdpa.__all__} - {"integrations", "profiler"})
     assert "None" not in re.findall(r"^\n(\w+)\n```$", text, re.M)
 
 

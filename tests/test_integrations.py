@@ -1,4 +1,4 @@
-"""Models of other libraries on our kernels: transformers under a name of our own, and callers of F.scaled_dot_product_attention.
+"""Models of other libraries on our kernels: transformers under a name of our own, callers of F.scaled_dot_product_attention.
 
 Tiny models with random weights; each against the library's own "sdpa", or "eager" where "sdpa" refuses the model.
 """
@@ -278,7 +278,8 @@ def test_the_name_means_nothing_to_transformers():
 def test_a_transformers_without_the_interfaces_is_told_apart(monkeypatch):
     old = types.ModuleType("transformers.masking_utils")
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", old)
-    with pytest.raises(ImportError, match=rf"transformers {transformers.__version__} lacks .*install 4.53 or newer, or call .*enable"):
+    said = rf"transformers {transformers.__version__} lacks .*install 4.53 or newer, or call .*enable"
+    with pytest.raises(ImportError, match=said):
         integrations.register_transformers()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="transformers cannot be imported"):

@@ -22,7 +22,7 @@ def make(*shape, grad=False):
 
 
 def watched(function, **how):
-    """The rows of a profile of function(), calls of one kind once, with hardly any time for the replay."""
+    """The profile of function()."""
     with torch_flashsdpa.profile(**how) as profile:
         function()
     return profile
@@ -100,7 +100,8 @@ def test_two_threads():
     enable("flashsdpa")
 
     def program():
-        threads = [threading.Thread(target=lambda: [F.scaled_dot_product_attention(*inputs) for _ in range(5)]) for _ in range(2)]
+        work = lambda: [F.scaled_dot_product_attention(*inputs) for _ in range(5)]  # noqa: E731
+        threads = [threading.Thread(target=work) for _ in range(2)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
 
@@ -131,7 +132,8 @@ def test_compiled_functions():
 
 def test_the_explicit_function_is_seen_and_only_repeated_where_stock_can():
     q, k, v = make()
-    rows = watched(lambda: (torch_flashsdpa.attention(q, k, v), torch_flashsdpa.attention(q, k, v, softcap=2.0, window=(5, 0)))).rows
+    attend = torch_flashsdpa.attention
+    rows = watched(lambda: (attend(q, k, v), attend(q, k, v, softcap=2.0, window=(5, 0)))).rows
     assert [row["count"] for row in rows] == [1, 1] and rows[0]["speedup"] > 0
     assert rows[1]["note"] == "not run again: torch_flashsdpa.attention() with window, softcap, which stock does not have"
 
@@ -237,7 +239,8 @@ def test_text_of_a_row():
 
 def test_long_tables_are_cut_in_the_terminal_alone():
     q, k, v = make(1, 1, 40, 8)
-    profile = watched(lambda: [F.scaled_dot_product_attention(q[:, :, :n], k, v) for n in range(1, 41)], replay_seconds=0)
+    with torch_flashsdpa.profile(replay_seconds=0) as profile:
+        [F.scaled_dot_product_attention(q[:, :, :n], k, v) for n in range(1, 41)]
     assert len(profile.rows) == 40 and str(profile).endswith("and 10 more")
     assert html.page(profile.rows, profile.summary, "x").count("<tr>") == 41
 

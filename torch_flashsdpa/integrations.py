@@ -33,7 +33,8 @@ def register_transformers():
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"transformers cannot be imported ({error}); install it, or call enable() for other callers") from error
+        text = f"transformers cannot be imported ({error}); install it, or call enable() for other callers"
+        raise ImportError(text) from error
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

@@ -70,9 +70,9 @@ class Profile:
 
     @functools.cached_property
     def summary(self):
-        """Totals: seconds of the block, calls, distinct, threads, attention_seconds and share (of the calls run again), flop_rate of
-        attention (FLOP/s), peaks ({"float32 cpu": FLOP/s of a matrix product, measured}), utilisation of attention, and with
-        flops=True program_flop and program_utilisation (model FLOP utilisation of the block)."""
+        """Totals: seconds of the block, calls, distinct, threads, attention_seconds and share (of the calls run again),
+        flop_rate of attention (FLOP/s), peaks ({"float32 cpu": FLOP/s of a matrix product, measured}), utilisation of
+        attention, and with flops=True program_flop and program_utilisation (model FLOP utilisation of the block)."""
         timed = [row for row in self.rows if "seconds" in row]
         seconds, flop = sum(row["seconds"] for row in timed), sum(row["flop"] for row in timed)
         kinds = sorted({(row["dtype"], row["device"]) for row in timed})
@@ -133,11 +133,11 @@ def profile(*, replay_seconds=20.0, flops=False):
     Yields:
         a Profile, complete when the block has ended, by an exception too. RuntimeError: the compiled binding is missing.
 
-    Each distinct call (shapes, strides, dtype, mask, flags, who served it) is run again afterwards, alone: with fresh random normal
-    inputs of the same sizes and strides, the values of the mask of its first occurrence, forward, and backward where a gradient was
-    needed (of a compiled graph: where a backward of its shapes ran). Stock and ours take turns, median. Hence "share of the
-    program" is count times that time over the block's: an estimate, which threads at work together can raise above 1. Errors are
-    the largest of the output against float64, over at most 8 heads and 256 rows of each.
+    Each distinct call (shapes, strides, dtype, mask, flags, who served it) is run again afterwards, alone: with fresh random
+    normal inputs of the same sizes and strides, the values of the mask of its first occurrence, forward, and backward where a
+    gradient was needed (of a compiled graph: where a backward of its shapes ran). Stock and ours take turns, median. Hence
+    "share of the program" is count times that time over the block's: an estimate, which threads at work together can raise
+    above 1. Errors are the largest of the output against float64, over at most 8 heads and 256 rows of each.
 
     Seen: eager calls of any caller, our op in compiled functions. Not seen: calls that a compiled function leaves to stock (their
     tracing is), replays of CUDA graphs, other processes, and what never calls SDPA.

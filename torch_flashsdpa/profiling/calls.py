@@ -145,8 +145,9 @@ class Calls:
 
 
 def _with_gradient(call):
-    layouts = {name: replace(getattr(call, name), requires_grad=True) for name in ("query", "key", "value") if getattr(call, name)}
-    return replace(call, needs_grad=True, **layouts)
+    layouts = {name: getattr(call, name) for name in ("query", "key", "value")}
+    wanting = {name: replace(layout, requires_grad=True) for name, layout in layouts.items() if layout}
+    return replace(call, needs_grad=True, **wanting)
 
 
 def _copy(tensor):

@@ -31,8 +31,8 @@ def page(rows, summary, title):
         lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>" for row in rows)
         table = f'<div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
         body.append(_section("Every distinct call", table))
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head>'
-            f"<body>{''.join(body)}</body></html>\n")  # fmt: skip
+    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head>'
+    return f'<!DOCTYPE html>\n<html lang="en">{head}<body>{"".join(body)}</body></html>\n'
 
 
 def _section(title, content):
@@ -44,16 +44,21 @@ def _svg(height, shapes):
 
 
 def _rect(x, y, width, height, colour, tip):
-    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{height}" fill="{colour}"><title>{escape(tip)}</title>'
-            "</rect>")  # fmt: skip
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{height}"'
+    return f'<rect {place} fill="{colour}"><title>{escape(tip)}</title></rect>'
 
 
 def _text(x, y, text, anchor="start"):
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _label(row, length=66):
-    return row["call"] if len(row["call"]) <= length else row["call"][: length - 3] + "..."
+def _label(row):
+    """The call in a few words; the table has all of it."""
+    query, key, _ = row["shapes"]
+    shapes = f"{query}" if query == key else f"{query} x {key}"
+    mask = row["mask"].partition(",")[0]
+    flags = [row["dtype"], "" if mask == "none" else mask, "grad" if row["needs_grad"] else ""]
+    return ", ".join(filter(None, [shapes, *flags]))
 
 
 def _shares(timed, summary):

@@ -31,11 +31,11 @@ def facts(summary):
         lines.append(("attention", f"{summary['attention_seconds']:.3g} s, about {summary['share']:.1%} of the program{of} "
                                    "(count x time alone)"))  # fmt: skip
         peaks = ", ".join(f"{name} {rate(peak)}" for name, peak in summary["peaks"].items())
-        lines.append(("utilisation", f"attention {rate(summary['flop_rate'])}, {summary['utilisation']:.1%} of the peak; peak measured "
-                                     f"by a matrix product: {peaks}"))  # fmt: skip
+        reached = f"attention {rate(summary['flop_rate'])}, {summary['utilisation']:.1%} of the peak"
+        lines.append(("utilisation", f"{reached}; peak measured by a matrix product: {peaks}"))
     if summary["program_utilisation"]:
-        lines.append(("", f"program {rate(summary['program_flop'] / summary['seconds'])}, {summary['program_utilisation']:.1%} of the "
-                          "peak (model FLOP utilisation)"))  # fmt: skip
+        reached = f"program {rate(summary['program_flop'] / summary['seconds'])}, {summary['program_utilisation']:.1%} of the peak"
+        lines.append(("", f"{reached} (model FLOP utilisation)"))
     return lines
 
 
