@@ -230,6 +230,15 @@ def row(**more):
             "share": 0.25, "seconds": 0.004} | more  # fmt: skip
 
 
+def test_a_busy_machine_is_named(monkeypatch):
+    inputs = make()
+    said = []
+    for load in (0.1, 100.0):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        said.append("busy" in str(watched(lambda: F.scaled_dot_product_attention(*inputs))))
+    assert said == [False, True]
+
+
 def test_text_of_a_row():
     assert output.cells(row()) == ("2", "q (1, 2)", "none", "flashsdpa_fwd_cpu_avx2", "4 ms", "2 ms", "2.00x", "1.0e-06", "2.0e-06",
                                    "25.0%", "selection auto")  # fmt: skip

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import time
 from pathlib import Path
 
@@ -72,7 +73,8 @@ class Profile:
     def summary(self):
         """Totals: seconds of the block, calls, distinct, threads, attention_seconds and share (of the calls run again),
         flop_rate of attention (FLOP/s), peaks ({"float32 cpu": FLOP/s of a matrix product, measured}), utilisation of
-        attention, and with flops=True program_flop and program_utilisation (model FLOP utilisation of the block)."""
+        attention, with flops=True program_flop and program_utilisation (model FLOP utilisation of the block), and busy: whether
+        others kept the processor at work meanwhile."""
         timed = [row for row in self.rows if "seconds" in row]
         seconds, flop = sum(row["seconds"] for row in timed), sum(row["flop"] for row in timed)
         kinds = sorted({(row["dtype"], row["device"]) for row in timed})
@@ -86,6 +88,7 @@ class Profile:
             "distinct": len(self.rows), "timed": len(timed), "threads": len(threads), "attention_seconds": seconds,
             "share": seconds / self.seconds if self.seconds else 0.0, "flop_rate": flop / seconds if seconds else None,
             "peaks": peaks, "utilisation": possible / seconds if seconds else None, "program_flop": self.program_flop,
+            "busy": os.getloadavg()[0] > 0.5 + torch.get_num_threads(),
             "program_utilisation": self.program_flop / self.seconds / best if self.program_flop and best else None,
         }  # fmt: skip
 

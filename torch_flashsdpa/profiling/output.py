@@ -33,6 +33,8 @@ def facts(summary):
         peaks = ", ".join(f"{name} {rate(peak)}" for name, peak in summary["peaks"].items())
         reached = f"attention {rate(summary['flop_rate'])}, {summary['utilisation']:.1%} of the peak"
         lines.append(("utilisation", f"{reached}; peak measured by a matrix product: {peaks}"))
+    if summary["busy"] and summary["timed"]:
+        lines.append(("busy", "the processor had more work than this: times of CPU calls may be far off"))
     if summary["program_utilisation"]:
         reached = f"program {rate(summary['program_flop'] / summary['seconds'])}, {summary['program_utilisation']:.1%} of the peak"
         lines.append(("", f"{reached} (model FLOP utilisation)"))
