@@ -32,6 +32,18 @@ def test_doctor(capsys):
     assert json.loads(capsys.readouterr().out)["problems"] == []
 
 
+def test_doctors_json_is_a_bug_report(capsys, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("SOME_SECRET", "hush")
+    assert cli.main(["doctor", "--json"]) == 0
+    text = capsys.readouterr().out
+    report = json.loads(text)
+    assert report["packages"]["torch"] == torch.__version__ and report["environment"]["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert {"torch", "python", "processor", "binding", "built", "self-test"} <= set(report["facts"])
+    assert report["kernels"][0]["name"].startswith("flashsdpa_") and report["status"]["backend"] == "stock"
+    assert "hush" not in text
+
+
 def test_explain(capsys, tmp_path):
     picture = tmp_path / "plan.png"
     arguments = ["explain", "--seq", "256", "--mask", "window 256", "--backend", "flashsdpa", "--plan", "--plot", str(picture)]

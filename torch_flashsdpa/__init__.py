@@ -29,10 +29,11 @@ _PUBLIC = {
     "routed_calls": "report",
     "reset_routed_calls": "report",
     "doctor": "_doctor",
+    "profile": "profiling",
 }
-_MODULES = ("profiler", "selection", "report", "flops")
+_MODULES = ("profiler", "selection", "report", "flops", "integrations")
 
-__all__ = sorted([*_PUBLIC, "profiler"])
+__all__ = sorted([*_PUBLIC, "integrations", "profiler"])
 
 
 def __getattr__(name):

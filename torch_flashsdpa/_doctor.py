@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+from importlib import metadata
 
 import torch
 
@@ -12,6 +13,9 @@ ENCODER_NOTE = (
     "nn.TransformerEncoder and nn.MultiheadAttention in eval mode on the CPU may take torch's fast path, which never "
     "calls scaled_dot_product_attention; torch.backends.mha.set_fastpath_enabled(False) switches it off"
 )
+# Of these variables doctor tells the values; their names say nothing about the user.
+ENVIRONMENT = ("TORCH_FLASHSDPA", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCHINDUCTOR_", "TORCHDYNAMO_", "OMP_", "MKL_", "KMP_",
+               "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE")  # fmt: skip
 
 
 class Diagnosis(dict):
@@ -36,7 +40,8 @@ def doctor():
     """Examine the installation: versions, libraries, processor and GPU, the router, a small call checked against float64.
 
     Returns a Diagnosis, a dict with version, facts ({name: text}), problems and notes (lists of texts), kernels (the
-    kernel table) and status (selection.status()). Never raises for a broken installation.
+    kernel table), status (selection.status()), packages ({name: version} of what meets ours in a program) and environment (the
+    variables that bear on attention). Never raises for a broken installation. `doctor --json` prints it for a bug report.
     """
     library = _loader.load()
     problems = [] if library.problem is None else [library.problem]
@@ -71,7 +76,19 @@ def doctor():
         notes=notes + _environment_notes(now) + [ENCODER_NOTE],
         kernels=kernels,
         status=now,
+        packages=_packages(),
+        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
     )
+
+
+def _packages():
+    versions = {}
+    for name in ("torch", "triton", "numpy", "transformers", "diffusers", "timm", "accelerate", "xformers", "flash-attn"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _cuda_text():
@@ -132,9 +149,7 @@ def _environment_notes(now):
 
 
 def _entry_point_installed():
-    from importlib.metadata import entry_points
-
-    return any(point.value.startswith("torch_flashsdpa.") for point in entry_points(group="torch.backends"))
+    return any(point.value.startswith("torch_flashsdpa.") for point in metadata.entry_points(group="torch.backends"))
 
 
 def _try_a_call():

@@ -1,4 +1,4 @@
-"""python -m torch_flashsdpa: doctor, explain, bench, demo, build."""
+"""python -m torch_flashsdpa: doctor, explain, profile, bench, demo, build."""
 
 import argparse
 import json
@@ -81,6 +81,12 @@ def _bench(options):
     return command.run(options)
 
 
+def _profile(options):
+    from .profiling import command
+
+    return command.run(options)
+
+
 def _demo(options):
     from . import demo
 
@@ -112,6 +118,12 @@ def main(arguments=None):
 
     command.add_arguments(bench, grid="small")
     bench.set_defaults(run=_bench)
+
+    profile = commands.add_parser("profile", help="run a program and report its attention: calls, kernels, times, errors")
+    from .profiling import command as profile_command
+
+    profile_command.add_arguments(profile)
+    profile.set_defaults(run=_profile)
 
     demo = commands.add_parser("demo", help="a trained sentence encoder on real sentences, stock and routed")
     demo.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads(N)")

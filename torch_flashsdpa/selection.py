@@ -98,8 +98,29 @@ def disable():
         return
     with _lock:
         _set_default(_C, 0, False, False)
-        if _C.router_installed() and not _dynamo_compat.dynamo_loaded() and not _open_scopes:
-            _C.remove_router()
+        _remove_if_unused(_C)
+
+
+def _remove_if_unused(_C):
+    """Take the router out of the dispatcher where no default, scope or compiled code can need it."""
+    unused = _C.get_default()[0] == 0 and not _open_scopes and not _dynamo_compat.dynamo_loaded()
+    if unused and _C.router_installed():
+        _C.remove_router()
+
+
+@contextlib.contextmanager
+def router_in_place():
+    """The router stays in the dispatcher in the block whatever is selected, so that stock's calls are seen too. Counts as an
+    open scope. Raises RuntimeError without the binding."""
+    _C = _loader.binding()
+    _install(_C)
+    _open_scopes.append(None)
+    try:
+        yield
+    finally:
+        _open_scopes.pop()
+        with _lock:
+            _remove_if_unused(_C)
 
 
 def restore_point():

@@ -76,6 +76,20 @@ py::object shape_object(const Tensor& t) {
   return shape;
 }
 
+py::object tensor_object(const Tensor& t) { return t.defined() ? py::cast(t) : py::object(py::none()); }
+
+// Names of the options that scaled_dot_product_attention does not have.
+py::list extras(const Options& o) {
+  const auto open = [](const c10::SymInt& side) { return side.maybe_as_int() == -1; };
+  py::list names;
+  if (!open(o.window_left) || !open(o.window_right)) names.append("window");
+  if (o.bottom_right) names.append("bottom_right");
+  if (o.softcap != 0.0) names.append("softcap");
+  if (given(o.alibi_slopes)) names.append("alibi_slopes");
+  if (given(o.sinks)) names.append("sinks");
+  return names;
+}
+
 void tell_python(const Event& event) {
   py::gil_scoped_acquire gil;
   if (python_observer().is_none()) return;
@@ -88,7 +102,10 @@ void tell_python(const Event& event) {
         "shape_k"_a = shape_object(call.key), "shape_v"_a = shape_object(call.value),
         "dtype"_a = dtype_name(call.query.scalar_type()), "device"_a = call.query.device().str(),
         "mask"_a = readable ? py::object(py::str(mask_text(mask))) : py::none(), "is_causal"_a = call.options.is_causal,
-        "reasons"_a = event.reasons, "backend"_a = event.backend, "phase"_a = event.phase));
+        "reasons"_a = event.reasons, "backend"_a = event.backend, "phase"_a = event.phase,
+        "inputs"_a = py::make_tuple(tensor_object(call.query), tensor_object(call.key), tensor_object(call.value),
+                                    tensor_object(tensor_or_undefined(mask))),
+        "dropout_p"_a = call.options.dropout_p, "scale"_a = call.options.scale, "extras"_a = extras(call.options)));
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("torch_flashsdpa observer");
   }
