@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 import torch_flashsdpa
-from oracle import generator, ops
+from oracle import ops
 from test_transforms import ATTEND, _scalar, by_math, check_close, normal
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
@@ -127,7 +127,8 @@ def _jvp_arguments(requires_grad=False):
         (1, 4, 9, 7), dtype=torch.float32))
     m = m[None]
     out, lse = (t.detach() for t in ops().forward(q, k, v, attn_mask=m, is_causal=True))
-    return (g, None, q, k, v, out, lse, g, lse, a, b, c, d, None), dict(attn_mask=m, is_causal=True, output_mask=[True] * 6 + [False])
+    arguments = (g, None, q, k, v, out, lse, g, lse, a, b, c, d, None)
+    return arguments, dict(attn_mask=m, is_causal=True, output_mask=[True] * 6 + [False])
 
 
 @pytest.mark.parametrize("requires_grad", (False, True))
@@ -165,7 +166,7 @@ def test_what_has_no_derivative_says_so():
     out, lse = ops().forward(q, k, v)
     with pytest.raises(RuntimeError, match="differentiated as functions of query, key"):
         ops().backward(t, None, q, k, v, out.requires_grad_(), lse, output_mask=[True] * 3 + [False] * 2)
-    with pytest.raises(RuntimeError, match=r"tangent_key is float64 \(1, 2, 70, 4\) on cpu; give float32 \(1, 2, 70, 4\) on cpu"):
+    with pytest.raises(RuntimeError, match=r"tangent_key is float64 \(1, 2, 70, 4\) on cpu; give float32"):
         ops().jvp(None, None, q, k, v, out, lse, None, None, None, k.double(), None, None, None, output_mask=[True] * 7)
     with pytest.raises(RuntimeError, match="tangent_sinks is given, what it is a tangent of is not"):
         ops().jvp(None, None, q, k, v, out, lse, *[None] * 6, slopes, output_mask=[True] * 7)
@@ -190,7 +191,8 @@ def _autocast(q, k, v):
     results = []
     mask = torch.zeros(5, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        results += [sdpa(q, k, v), sdpa(q, k.bfloat16(), v), sdpa(q, k, v, attn_mask=mask), sdpa(q.double(), k.double(), v.double())]
+        results += [sdpa(q, k, v), sdpa(q, k.bfloat16(), v), sdpa(q, k, v, attn_mask=mask)]
+        results.append(sdpa(q.double(), k.double(), v.double()))
         with torch.autocast("cpu", enabled=False):
             results.append(sdpa(q, k, v))
             with torch.autocast("cpu", torch.float16):
