@@ -16,6 +16,14 @@ SCHEMAS = {
     "bool is_causal=False, bool bottom_right=False, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
     "float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, bool deterministic=False, bool batch_invariant=False, "
     "bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
+    "jvp": "flashsdpa::jvp(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    "Tensor? tangent_grad_out, Tensor? tangent_grad_lse, Tensor? tangent_query, Tensor? tangent_key, Tensor? tangent_value, "
+    "Tensor? tangent_attn_mask, Tensor? tangent_sinks, *, Tensor? attn_mask=None, Tensor? mask_plan=None, "
+    "Tensor? rng_state=None, float dropout_p=0., bool is_causal=False, bool bottom_right=False, float? scale=None, "
+    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, "
+    "bool deterministic=False, bool batch_invariant=False, bool[7] output_mask) -> (Tensor tangent_out, Tensor tangent_lse, "
+    "Tensor tangent_grad_query, Tensor tangent_grad_key, Tensor tangent_grad_value, Tensor tangent_grad_attn_mask, "
+    "Tensor tangent_grad_sinks)",
     "mask_plan": "flashsdpa::mask_plan(Tensor attn_mask) -> Tensor",
     "rng_state": "flashsdpa::rng_state(*, Device? device=None) -> Tensor",
 }
@@ -83,7 +91,7 @@ def test_rng_state_follows_torchs_generator():
 
 def test_pure_ops_are_not_tagged_random():
     """forward stays pure under recomputation and CSE: the random state is an input."""
-    for name in ("forward", "backward", "mask_plan"):
+    for name in ("forward", "backward", "jvp", "mask_plan"):
         tags = getattr(ops(), name).default.tags
         assert torch.Tag.nondeterministic_seeded not in tags and torch.Tag.pt2_compliant_tag in tags
 

@@ -230,7 +230,7 @@ def test_autocast_leaves_slopes_and_sinks_alone():
 
 def test_slopes_that_require_a_gradient_are_refused():
     x = inputs(Case("refused", slopes="h"))
-    with pytest.raises(RuntimeError, match=r"alibi_slopes requires a gradient; flashsdpa computes none; give alibi_slopes.detach"):
+    with pytest.raises(RuntimeError, match=r"alibi_slopes requires a gradient .*; give alibi_slopes.detach"):
         ops().forward(x.q, x.k, x.v, alibi_slopes=x.slopes.requires_grad_())
     with torch.no_grad():
         ops().forward(x.q, x.k, x.v, alibi_slopes=x.slopes)

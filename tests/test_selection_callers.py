@@ -129,53 +129,6 @@ def test_torch_function_subclass(routed):
 # --- left to stock ----------------------------------------------------------------------------------------------------
 
 
-def _loss(q, k, v):
-    return sdpa(q, k, v).square().sum()
-
-
-FUNCTION_TRANSFORMS = {
-    "grad": lambda q, k, v: torch.func.grad(_loss, argnums=(0, 1, 2))(q, k, v),
-    "vmap": lambda q, k, v: torch.func.vmap(sdpa)(q, k, v),
-    "vmap of grad": lambda q, k, v: torch.func.vmap(torch.func.grad(_loss))(q, k, v),
-    "jvp by math": lambda q, k, v: _jvp_by_math(q, k, v),
-}
-
-
-def _jvp_by_math(q, k, v):
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.func.jvp(sdpa, (q, k, v), (k, v, q))
-
-
-@pytest.mark.parametrize("name", FUNCTION_TRANSFORMS)
-def test_torch_func_is_stock(routed, name):
-    inputs, function = make(), FUNCTION_TRANSFORMS[name]
-    enable("flashsdpa")
-    assert routed(function, *inputs) == 0
-    torch.testing.assert_close(function(*inputs), stock(function, *inputs), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_forward_mode_is_stocks_error(strict):
-    """CPU flash attention has no forward-mode rule; what stock raises is what we raise, or the reason in strict mode."""
-    q, k, v = make()
-    enable("flashsdpa", strict)
-    with pytest.raises((RuntimeError, NotImplementedError)) as error:
-        torch.func.jvp(sdpa, (q, k, v), (q, k, v))
-    assert ("strict=True" in str(error.value)) == strict
-    if not strict:
-        with pytest.raises(type(error.value)) as stocks:
-            stock(torch.func.jvp, sdpa, (q, k, v), (q, k, v))
-        assert str(stocks.value) == str(error.value)
-
-
-def test_double_backward_raises_and_names_the_op():
-    q, k, v = make(grad=True)
-    with sdpa_backend("flashsdpa"):
-        (grad,) = torch.autograd.grad(sdpa(q, k, v).square().sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="flashsdpa"):
-            torch.autograd.grad(grad.sum(), q)
-
-
 def test_attention_bias_stays_causal(routed):
     q, k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     run = lambda: F.scaled_dot_product_attention(q, k, v, causal_lower_right(6, 9))  # noqa: E731

@@ -2,6 +2,7 @@
 
 import torch
 
+from ._dynamo_compat import in_transform
 from ._inputs import check_flags, check_numbers, check_tensors
 from ._loader import binding
 
@@ -53,6 +54,9 @@ def attention(
     Returns:
         out (..., heads_q, seq_q, dim_v), in query's layout and dtype; with return_lse also lse (..., heads_q, seq_q),
         float32 natural logarithm (float64 for float64 inputs), -inf for a row without an allowed key (or its sink).
+
+    Differentiable any number of times, in reverse and forward mode, and by all transforms of torch.func; second derivatives and
+    tangents need attn_mask itself, not its plan alone.
 
     Raises RuntimeError, naming every argument that our kernels do not take, and where the compiled binding is missing;
     TypeError for an argument of the wrong type.
@@ -183,8 +187,9 @@ def _mask_to_4d(mask, lead):
 
 
 def _unexpanded(mask, query, key):
-    """`mask` with size 1 on axes that are expanded, so that its plan is not. As it is where its gradient is wanted."""
-    if mask.requires_grad:
+    """`mask` with size 1 on axes that are expanded, so that its plan is not. As it is where its gradient is wanted, or may
+    be by an outer transform of torch.func, which does not show here."""
+    if mask.requires_grad or (mask.is_floating_point() and in_transform()):
         return mask
     for axis, size in enumerate((*query.shape[:3], key.shape[2])):
         if mask.stride(axis) == 0 and mask.shape[axis] == size and size > 1:

@@ -59,6 +59,19 @@ def install_guard(module, *attributes):
     return True
 
 
+def in_transform():
+    """Whether a transform of torch.func is running on this thread, or in the function that Dynamo traces."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def innermost(tensor):
+    """The tensor that the transforms of torch.func have wrapped, or `tensor` itself."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def tracing_context():
     """The torch._guards.TracingContext of the compilation running on this thread, or None."""
     try:

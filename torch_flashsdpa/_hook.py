@@ -1,5 +1,5 @@
 """What the router asks Python, and only for tensors with the Python dispatch key: fake tensors while something is traced,
-and tensor subclasses. Never on the plain eager path.
+and tensor subclasses; and for those that torch.func has wrapped, in which such tensors may be. Never on the plain eager path.
 
 The answer also leaves two marks on the compilation that is under way: a Dynamo guard, so that the compiled function
 notices a changed selection, and a tag in torch's cache key, so that another process does not load our choice from disk.
@@ -17,7 +17,8 @@ from . import __version__, _dynamo_compat, auto_table
 
 STOCK = 0
 # Other subclasses (DTensor, jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass.
-SERVED_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+SERVED_TYPES = (*PLAIN_TYPES, FakeTensor, FunctionalTensor)
 
 _C = None  # torch_flashsdpa._C, from connect()
 _export_routed = contextvars.ContextVar("flashsdpa_export_routed", default=False)
@@ -89,8 +90,12 @@ def _scope(token):
 
 
 def answer(query, key, value, attn_mask):
-    """The router's question: (backend, strict, batch_invariant) for these tensors. Backend 0 leaves the call to stock
-    PyTorch; the answer is final about torch's own backend settings too."""
+    """The router's question: (backend, strict, batch_invariant, traced) for these tensors. Backend 0 leaves the call to stock
+    PyTorch; the answer is final about torch's own backend settings too. Not traced: plain tensors, and nothing to be
+    answered."""
+    inner = [None if t is None else _dynamo_compat.innermost(t) for t in (query, key, value, attn_mask)]
+    if all(t is None or type(t) in PLAIN_TYPES for t in inner):
+        return STOCK, False, False, False
     context = _dynamo_compat.tracing_context()
     in_graph = getattr(context, "flashsdpa_scopes", None)
     if not in_graph:
@@ -99,12 +104,12 @@ def answer(query, key, value, attn_mask):
         _dynamo_compat.set_cache_tag(f"{__version__} {auto_table.digest()} {selector.current}")
     with _scope(in_graph[-1]) if in_graph else contextlib.nullcontext():
         backend, strict, batch_invariant, _ = _C.current_selection()
-        reason = _C.stock_only() or refusal(query, key, value, attn_mask)
+        reason = _C.stock_only() or refusal(*inner)
     if backend == STOCK or reason is None:
-        return backend, strict, batch_invariant
+        return backend, strict, batch_invariant, True
     if strict:
         raise RuntimeError(f"flashsdpa cannot serve this call and strict=True forbids the fallback to stock: {reason}")
-    return STOCK, strict, batch_invariant
+    return STOCK, strict, batch_invariant, True
 
 
 def refusal(query, key, value, attn_mask):

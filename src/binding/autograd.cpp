@@ -1,156 +1,238 @@
-// Derivatives of flashsdpa::forward, and what autocast does to its inputs.
+// Derivatives of forward, backward and jvp, in both modes. Nodes are written out, as torch's own are: a C++
+// torch::autograd::Function refuses torch.func, and costs a small call more.
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_fw_primal.h>
+#include <ATen/ops/alias.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <type_traits>
 
 #include "call.h"
 #include "checks.h"
-
-// Declared here because ATen/autocast_mode.h includes all of ATen, which would double this file's compile time.
-namespace at::autocast {
-TORCH_API Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, DeviceType device_type);
-TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
-}  // namespace at::autocast
+#include "jvp.h"
 
 namespace flashsdpa {
 
 namespace {
 
-using torch::autograd::AutogradContext;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// Options that are rarely set are stored only when set: a small call's host time is mostly bookkeeping.
-enum Flag : int64_t {
-  kIsCausal = 1,
-  kBottomRight = 2,
-  kIsDeterministic = 4,
-  kIsBatchInvariant = 8,
-  kHasMask = 16,
-  kHasPlan = 32,
-  kHasRngState = 64,
-  kHasAlibi = 128,
-  kHasSinks = 256,
+// torch counts references to nodes by shared_ptr up to 2.11, and later in the node.
+template <class T, class... Args>
+auto make_node(Args&&... args) {
+  if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<torch::autograd::Node>>)
+    return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](T* node) { deleteNode(node); });
+  else
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+}
+
+OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
+
+bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
+OptTensor tangent(const OptTensor& t) {
+  return given(t) ? optional(t->_fw_grad(/*level=*/0)) : OptTensor();
+}
+Tensor primal(const Tensor& t) { return has_tangent(t) ? t._fw_primal(/*level=*/0) : t; }
+OptTensor primal(const OptTensor& t) { return given(t) ? OptTensor(primal(*t)) : t; }
+void set_tangent(const Tensor& t, const Tensor& tangent) {
+  t._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+}
+
+template <class... Ts>
+bool any_tangent(const Ts&... tensors) {
+  return (has_tangent(tensors) || ...);
+}
+template <class... Ts>
+bool any_requires_grad(const Ts&... tensors) {
+  return at::GradMode::is_enabled() && ((tensors.defined() && tensors.requires_grad()) || ...);
+}
+
+// The tensor options of a call, owned.
+struct TensorOptions {
+  OptTensor attn_mask, mask_plan, rng_state, alibi_slopes, sinks;
+  Options with(const Options& o) const {
+    return with_tensors(o, attn_mask, mask_plan, rng_state, alibi_slopes, sinks);
+  }
 };
 
-// The plan of the call. CUDA kernels take no mask without one: made once, for forward and backward.
-OptTensor plan_of(const Call& call) {
-  const Options& o = call.options;
-  if (!call.query.is_cuda() || !given(o.attn_mask) || given(o.mask_plan)) return o.mask_plan;
-  return call_mask_plan(*o.attn_mask);
-}
+// A node that keeps `kOwn` tensors of its own, and the call: query, key, value, out, lse, the options and their tensors.
+template <size_t kOwn>
+class CallNode : public torch::autograd::Node {
+ public:
+  explicit CallNode(const Options& o)
+      : options_(with_tensors(o, kNoTensor, kNoTensor, kNoTensor, kNoTensor, kNoTensor)) {}
 
-Options with_mask(const Options& o, const OptTensor& mask, const OptTensor& plan) {
-  return {mask,           plan,    o.rng_state,     o.dropout_p,      o.is_causal,
-          o.bottom_right, o.scale, o.window_left,   o.window_right,   o.softcap,
-          o.alibi_slopes, o.sinks, o.deterministic, o.batch_invariant};
-}
-
-struct Attention : torch::autograd::Function<Attention> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptTensor& attn_mask, const OptTensor& sinks, const Call& call) {
-    ForwardResult result;
+  // out_is_mine: `out` and `lse` are outputs of this very node.
+  void save(const Call& call, const Tensor& out, const Tensor& lse, bool out_is_mine) {
     const Options& o = call.options;
-    OptTensor plan;
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      plan = plan_of(call);
-      const Options planned = with_mask(o, attn_mask, plan);
-      result = call_forward({query, key, value, planned});
-    }
-    auto& [out, lse] = result;
-    ctx->set_materialize_grads(false);
-    // Optional tensors are saved where given; the flags tell which.
-    variable_list tensors{query, key, value, out, lse};
-    tensors.reserve(10);
-    int64_t flags = (o.is_causal ? kIsCausal : 0) | (o.bottom_right ? kBottomRight : 0) |
-                    (o.deterministic ? kIsDeterministic : 0) | (o.batch_invariant ? kIsBatchInvariant : 0);
-    const auto keep = [&](const OptTensor& t, Flag flag) {
-      if (!given(t)) return;
-      tensors.push_back(*t);
-      flags |= flag;
-    };
-    keep(attn_mask, kHasMask);
-    keep(plan, kHasPlan);
-    keep(o.rng_state, kHasRngState);
-    keep(o.alibi_slopes, kHasAlibi);
-    keep(sinks, kHasSinks);
-    ctx->save_for_backward(std::move(tensors));
-    auto& saved = ctx->saved_data;
-    saved["flags"] = flags;
-    if (o.scale) saved["scale"] = *o.scale;
-    if (o.dropout_p != 0.0) saved["dropout_p"] = o.dropout_p;
-    if (o.softcap != 0.0) saved["softcap"] = o.softcap;
-    if (o.window_left.is_symbolic() || o.window_left != -1) saved["window_left"] = o.window_left;
-    if (o.window_right.is_symbolic() || o.window_right != -1) saved["window_right"] = o.window_right;
-    return {out, lse};
+    out_is_mine_ = out_is_mine;
+    const Tensor* const inputs[] = {&call.query, &call.key, &call.value};
+    for (const Tensor* t : inputs) keep(*t);
+    keep(out, out_is_mine);
+    keep(lse, out_is_mine);
+    for (const OptTensor* t : {&o.attn_mask, &o.mask_plan, &o.rng_state, &o.alibi_slopes, &o.sinks})
+      keep(tensor_or_undefined(*t));
+  }
+  void save(const OptTensor& t) { keep(tensor_or_undefined(t)); }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable& t : saved_) t.reset_data();
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
-    const auto saved = ctx->get_saved_variables();
-    const auto& data = ctx->saved_data;
-    const auto number = [&](const char* name) {
-      const auto it = data.find(name);
-      return it == data.end() ? 0.0 : it->second.toDouble();
-    };
-    const auto window = [&](const char* name) {
-      const auto it = data.find(name);
-      return it == data.end() ? c10::SymInt(-1) : it->second.toSymInt();
-    };
-    const int64_t flags = data.at("flags").toInt();
-    size_t next = 5;
-    const auto kept = [&](Flag flag) { return flags & flag ? OptTensor(saved[next++]) : OptTensor(); };
-    const OptTensor attn_mask = kept(kHasMask), mask_plan = kept(kHasPlan), rng_state = kept(kHasRngState),
-                    alibi_slopes = kept(kHasAlibi), sinks = kept(kHasSinks);
-    const Options options{attn_mask,
-                          mask_plan,
-                          rng_state,
-                          number("dropout_p"),
-                          (flags & kIsCausal) != 0,
-                          (flags & kBottomRight) != 0,
-                          data.count("scale") ? std::optional<double>(number("scale")) : std::nullopt,
-                          window("window_left"),
-                          window("window_right"),
-                          number("softcap"),
-                          alibi_slopes,
-                          sinks,
-                          (flags & kIsDeterministic) != 0,
-                          (flags & kIsBatchInvariant) != 0};
+ protected:
+  struct Unpacked {
+    Tensor query, key, value, out, lse;
+    TensorOptions tensors;
+    std::array<OptTensor, kOwn> own;
+  };
+  Unpacked unpack() {
+    const auto get = [&](size_t i) { return saved_[i].unpack(); };
+    const auto output = [&](size_t i) { return out_is_mine_ ? saved_[i].unpack(this->getptr()) : get(i); };
+    const auto option = [&](size_t i) { return optional(get(i)); };
+    Unpacked u{get(0), get(1), get(2), output(3), output(4), {option(5), option(6), option(7), option(8), option(9)}, {}};
+    for (size_t i = 0; i < kOwn; ++i) u.own[i] = option(10 + i);
+    return u;
+  }
 
-    // needs_input_grad counts the tensor arguments of forward that were given: query, key, value, attn_mask, sinks.
-    const bool mask_grad = attn_mask && ctx->needs_input_grad(3);
-    const bool sinks_grad = sinks && ctx->needs_input_grad(attn_mask ? 4 : 3);
-    const std::array<bool, 5> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-                                     mask_grad, sinks_grad};
-    const Call call{saved[0], saved[1], saved[2], options};
-    const auto optional = [](const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); };
-    const auto run = [&] {
-      return call_backward(optional(grads[0]), optional(grads[1]), call, saved[3], saved[4], wanted);
-    };
-    BackwardResult result;
-    if (at::GradMode::is_enabled()) {  // create_graph=True: let the op's own autograd kernel refuse differentiation
-      result = run();
-    } else {
-      at::AutoDispatchBelowADInplaceOrView below;
-      result = run();
-    }
-    const auto& [dq, dk, dv, dmask, dsinks] = result;
-    const auto pick = [](bool wanted, const Tensor& grad) { return wanted ? grad : Tensor(); };
-    return {pick(wanted[0], dq),    pick(wanted[1], dk),      pick(wanted[2], dv),
-            pick(mask_grad, dmask), pick(sinks_grad, dsinks), Tensor()};
+  const Options options_;  // without tensors
+
+ private:
+  void keep(const Tensor& t, bool is_output = false) {
+    if (t.defined()) saved_[count_] = SavedVariable(t, is_output);
+    ++count_;
+  }
+
+  std::array<SavedVariable, 10 + kOwn> saved_;
+  size_t count_ = 0;
+  bool out_is_mine_ = false;
+};
+
+template <size_t kCount, class Node>
+std::array<bool, kCount> wanted_of(const Node& node) {
+  std::array<bool, kCount> wanted{};
+  for (size_t i = 0; i < kCount; ++i) wanted[i] = node.task_should_compute_output(i);
+  return wanted;
+}
+
+bool none_defined(const variable_list& grads) {
+  return std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
+}
+
+// Those of the outputs that were asked for; of the others the ops return placeholders.
+template <class Tuple, size_t kCount>
+variable_list chosen(Tuple&& outputs, const std::array<bool, kCount>& wanted) {
+  variable_list list = std::apply([](auto&&... t) { return variable_list{std::move(t)...}; }, std::move(outputs));
+  for (size_t i = 0; i < kCount; ++i)
+    if (!wanted[i]) list[i] = Tensor();
+  return list;
+}
+
+// Edges: query, key, value, attn_mask, sinks.
+struct ForwardNode final : CallNode<0> {
+  using CallNode::CallNode;
+  std::string name() const override { return "FlashsdpaForwardBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    if (none_defined(grads)) return variable_list(5);
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Unpacked u = unpack();
+    const Options options = u.tensors.with(options_);
+    const auto wanted = wanted_of<5>(*this);
+    return chosen(call_backward(optional(grads[0]), optional(grads[1]), {u.query, u.key, u.value, options}, u.out, u.lse,
+                                wanted),
+                  wanted);
   }
 };
 
-// As torch casts the arguments of scaled_dot_product_attention: floating-point tensors, masks too, to the lower type.
-ForwardResult forward_autocast(const Call& call, c10::DispatchKey autocast_key, c10::DeviceType device) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key);
-  const auto type = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(type, t, device); };
-  const Options& o = call.options;
-  const OptTensor mask = given(o.attn_mask) ? OptTensor(cast(*o.attn_mask)) : OptTensor();
-  const Options options = with_mask(o, mask, o.mask_plan);
-  return call_forward({cast(call.query), cast(call.key), cast(call.value), options});
+// Edges: grad_out, grad_lse, query, key, value, attn_mask, sinks; jvp.cpp says why its tangents are their gradients. None to
+// out and lse, which are functions of query, key, ...: their share is in the gradients of those.
+struct BackwardNode final : CallNode<2> {
+  using CallNode::CallNode;
+  std::string name() const override { return "FlashsdpaBackwardBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    if (none_defined(grads)) return variable_list(7);
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Unpacked u = unpack();
+    const Options options = u.tensors.with(options_);
+    const OptTensor query = optional(grads[0]), key = optional(grads[1]), value = optional(grads[2]),
+                    attn_mask = optional(grads[3]), sinks = optional(grads[4]);
+    const Tangents along{.query = query, .key = key, .value = value, .attn_mask = attn_mask, .sinks = sinks};
+    const auto wanted = wanted_of<7>(*this);
+    return chosen(call_jvp(u.own[0], u.own[1], {u.query, u.key, u.value, options}, u.out, u.lse, along, wanted), wanted);
+  }
+};
+
+// The differentiable inputs of jvp, in the order of its edges.
+constexpr size_t kJvpInputs = 16;
+
+// Derivatives of jvp: the composite once more, this time recorded. What is kept until then is linear in the lengths.
+struct JvpNode final : CallNode<9> {
+  JvpNode(const Options& o, std::array<bool, 7> outputs) : CallNode(o), outputs_(outputs) {}
+  std::string name() const override { return "FlashsdpaJvpBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    if (none_defined(grads)) return variable_list(kJvpInputs);
+    std::lock_guard<std::mutex> lock(mutex_);
+    Unpacked u = unpack();
+    bool again = false;  // whether a derivative of the result can be asked for
+    const bool allowed = at::GradMode::is_enabled();
+    at::AutoGradMode recording(true);
+    const auto wanted = wanted_of<kJvpInputs>(*this);
+    variable_list leaves;
+    size_t edge = 0;
+    const auto leaf = [&](Tensor& t) {
+      if (!wanted[edge++]) return;
+      t = at::alias(t);  // the gradient stops here
+      if (t.requires_grad())
+        again = allowed;
+      else  // a transform of torch.func that is over: its tensors stand for what they wrapped
+        t.set_requires_grad(true);
+      leaves.push_back(t);
+    };
+    const auto optional_leaf = [&](OptTensor& t) {
+      if (given(t))
+        leaf(*t);
+      else
+        ++edge;
+    };
+    for (Tensor* t : {&u.query, &u.key, &u.value, &u.out, &u.lse}) leaf(*t);
+    optional_leaf(u.tensors.attn_mask);
+    optional_leaf(u.tensors.sinks);
+    for (OptTensor& t : u.own) optional_leaf(t);
+    const Options options = u.tensors.with(options_);
+    const auto& [grad_out, grad_lse, t0, t1, t2, t3, t4, t5, t6] = u.own;
+    const auto results = chosen(jvp_composite(grad_out, grad_lse, {u.query, u.key, u.value, options}, u.out, u.lse,
+                                              {t0, t1, t2, t3, t4, t5, t6}, outputs_),
+                                outputs_);
+    variable_list outputs, cotangents;
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (!grads[i].defined() || !results[i].defined() || !results[i].requires_grad()) continue;
+      outputs.push_back(results[i]);
+      cotangents.push_back(grads[i]);
+    }
+    variable_list found(leaves.size());
+    if (!outputs.empty() && !leaves.empty())
+      found = torch::autograd::grad(outputs, leaves, cotangents, /*retain_graph=*/std::nullopt, /*create_graph=*/again,
+                                    /*allow_unused=*/true);
+    variable_list gradients(kJvpInputs);
+    for (size_t i = 0, next = 0; i < kJvpInputs; ++i)
+      if (wanted[i]) gradients[i] = found[next++];
+    return gradients;
+  }
+
+ private:
+  const std::array<bool, 7> outputs_;
+};
+
+void check_outputs_alone(const char* op, bool differentiated) {
+  TORCH_CHECK(!differentiated, op,
+              ": out or lse is differentiated and no input is; they are differentiated as functions of query, key, value, "
+              "attn_mask and sinks: let one of those require the gradient, or carry the tangent");
 }
 
 }  // namespace
@@ -158,31 +240,145 @@ ForwardResult forward_autocast(const Call& call, c10::DispatchKey autocast_key, 
 ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
   const Call call{query, key, value, options};
-  // Refused here, since below autograd a tangent is out of sight, a missing backward is noticed too late, and the
-  // dispatcher speaks less clearly of layouts.
+  // Refused here, since below autograd a missing backward is noticed too late, and the dispatcher speaks less clearly of
+  // layouts.
   const bool grad = needs_grad(call);
+  const Tensor &mask = tensor_or_undefined(attn_mask), &sink = tensor_or_undefined(sinks);
   Reasons reasons;
-  check_transforms(call, reasons);
+  check_slopes(call, reasons);
   const auto dense = [](const OptTensor& t) { return !given(t) || is_dense(*t); };
   if (!reasons.ok() || (grad && !has_backward(call)) || !is_dense(query) || !is_dense(key) || !is_dense(value) ||
       !dense(attn_mask) || !dense(mask_plan) || !dense(rng_state) || !dense(alibi_slopes) || !dense(sinks))
     raise("flashsdpa::forward", call);
-  if (grad) {
-    auto outputs = Attention::apply(query, key, value, attn_mask, sinks, call);
-    return {std::move(outputs[0]), std::move(outputs[1])};
+  const bool tangents = any_tangent(query, key, value, mask, sink);
+  if (!grad && !tangents) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call_forward(call);
   }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_forward(call);
+
+  decltype(make_node<ForwardNode>(options)) node;
+  if (grad) {
+    node = make_node<ForwardNode>(options);
+    node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, mask, sink));
+  }
+  // CUDA kernels take no mask without a plan: made once, for forward and backward.
+  OptTensor plan = mask_plan;
+  ForwardResult result;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (query.is_cuda() && mask.defined() && !given(mask_plan)) plan = call_mask_plan(mask);
+    result = call_forward({query, key, value, with_tensors(options, attn_mask, plan, rng_state, alibi_slopes, sinks)});
+  }
+  auto& [out, lse] = result;
+  if (grad) {
+    torch::autograd::set_history(out, node);
+    torch::autograd::set_history(lse, node);
+  }
+  if (tangents) {
+    const OptTensor plain_mask = primal(attn_mask), plain_sinks = primal(sinks);
+    const Options plain = with_tensors(options, plain_mask, plan, rng_state, alibi_slopes, plain_sinks);
+    const OptTensor t_query = tangent(query), t_key = tangent(key), t_value = tangent(value), t_mask = tangent(attn_mask),
+                    t_sinks = tangent(sinks);
+    const auto t = call_jvp(
+        kNoTensor, kNoTensor, {primal(query), primal(key), primal(value), plain}, out, lse,
+        {.query = t_query, .key = t_key, .value = t_value, .attn_mask = t_mask, .sinks = t_sinks}, {true, true});
+    set_tangent(out, std::get<0>(t));
+    set_tangent(lse, std::get<1>(t));
+  }
+  if (grad)
+    node->save({query, key, value, with_tensors(options, attn_mask, plan, rng_state, alibi_slopes, sinks)}, out, lse,
+               /*out_is_mine=*/true);
+  return result;
 }
 
-ForwardResult forward_autocast_cpu(FLASHSDPA_FORWARD_PARAMS) {
+BackwardResult backward_autograd(FLASHSDPA_BACKWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
-  return forward_autocast({query, key, value, options}, c10::DispatchKey::AutocastCPU, at::kCPU);
+  const Call call{query, key, value, options};
+  const auto backward = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call_backward(grad_out, grad_lse, call, out, lse, output_mask);
+  };
+  const Tensor &g_out = tensor_or_undefined(grad_out), &g_lse = tensor_or_undefined(grad_lse),
+               &mask = tensor_or_undefined(attn_mask), &sink = tensor_or_undefined(sinks);
+  const bool grad = any_requires_grad(g_out, g_lse, query, key, value, mask, sink);
+  const bool tangents = any_tangent(g_out, g_lse, query, key, value, mask, sink);
+  if (!grad) check_outputs_alone("flashsdpa::backward", any_requires_grad(out, lse));
+  if (!tangents) check_outputs_alone("flashsdpa::backward", any_tangent(out, lse));
+  if (!grad && !tangents) return backward();
+  Reasons reasons;
+  check_slopes(call, reasons);
+  if (!reasons.ok()) raise("flashsdpa::backward", call);
+
+  decltype(make_node<BackwardNode>(options)) node;
+  if (grad) {
+    node = make_node<BackwardNode>(options);
+    node->set_next_edges(torch::autograd::collect_next_edges(g_out, g_lse, query, key, value, mask, sink));
+    node->save(call, out, lse, /*out_is_mine=*/false);
+    node->save(grad_out);
+    node->save(grad_lse);
+  }
+  BackwardResult result = backward();
+  auto& [dq, dk, dv, dmask, dsinks] = result;
+  const std::array<Tensor*, 5> gradients{&dq, &dk, &dv, &dmask, &dsinks};
+  const std::array<bool, 5> made{output_mask[0], output_mask[1], output_mask[2], output_mask[3] && mask.defined(),
+                                 output_mask[4] && sink.defined()};
+  if (grad)
+    for (size_t i = 0; i < 5; ++i) torch::autograd::set_history(made[i] ? *gradients[i] : Tensor(), node);
+  if (tangents) {
+    const OptTensor plain_mask = primal(attn_mask), plain_sinks = primal(sinks), plain_grad_out = primal(grad_out),
+                    plain_grad_lse = primal(grad_lse);
+    const Options plain = with_tensors(options, plain_mask, mask_plan, rng_state, alibi_slopes, plain_sinks);
+    const OptTensor t_grad_out = tangent(grad_out), t_grad_lse = tangent(grad_lse), t_query = tangent(query),
+                    t_key = tangent(key), t_value = tangent(value), t_mask = tangent(attn_mask), t_sinks = tangent(sinks);
+    const auto t = chosen(
+        call_jvp(plain_grad_out, plain_grad_lse, {primal(query), primal(key), primal(value), plain}, primal(out),
+                 primal(lse), {t_grad_out, t_grad_lse, t_query, t_key, t_value, t_mask, t_sinks},
+                 {false, false, made[0], made[1], made[2], made[3], made[4]}),
+        std::array<bool, 0>{});
+    for (size_t i = 0; i < 5; ++i)
+      if (made[i]) set_tangent(*gradients[i], t[2 + i]);
+  }
+  return result;
 }
 
-ForwardResult forward_autocast_cuda(FLASHSDPA_FORWARD_PARAMS) {
+JvpResult jvp_autograd(FLASHSDPA_JVP_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
-  return forward_autocast({query, key, value, options}, c10::DispatchKey::AutocastCUDA, at::kCUDA);
+  const Call call{query, key, value, options};
+  const Tangents along{tangent_grad_out, tangent_grad_lse,  tangent_query, tangent_key,
+                       tangent_value,    tangent_attn_mask, tangent_sinks};
+  Reasons reasons;
+  check_slopes(call, reasons);
+  if (!reasons.ok()) raise("flashsdpa::jvp", call);
+  const auto with_inputs = [&](const auto& f) {  // in the order of JvpNode's edges
+    const auto& t = tensor_or_undefined;
+    return f(query, key, value, out, lse, t(attn_mask), t(sinks), t(grad_out), t(grad_lse), t(tangent_grad_out),
+             t(tangent_grad_lse), t(tangent_query), t(tangent_key), t(tangent_value), t(tangent_attn_mask),
+             t(tangent_sinks));
+  };
+  // A tangent of a tangent: torch's own rules of the composite's ops.
+  if (with_inputs([](const auto&... t) { return any_tangent(t...); })) {
+    require_jvp(call, grad_out, grad_lse, out, lse, along);
+    return jvp_composite(grad_out, grad_lse, call, out, lse, along, output_mask);
+  }
+  const bool grad = with_inputs([](const auto&... t) { return any_requires_grad(t...); });
+  decltype(make_node<JvpNode>(options, output_mask)) node;
+  if (grad) {
+    node = make_node<JvpNode>(options, output_mask);
+    node->set_next_edges(
+        with_inputs([](const auto&... t) { return torch::autograd::collect_next_edges(t...); }));
+    node->save(call, out, lse, /*out_is_mine=*/false);
+    for (const OptTensor* t : {&grad_out, &grad_lse, &tangent_grad_out, &tangent_grad_lse, &tangent_query, &tangent_key,
+                               &tangent_value, &tangent_attn_mask, &tangent_sinks})
+      node->save(*t);
+  }
+  JvpResult result;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    result = call_jvp(grad_out, grad_lse, call, out, lse, along, output_mask);
+  }
+  if (grad)
+    for (const Tensor& t : chosen(JvpResult(result), output_mask)) torch::autograd::set_history(t, node);
+  return result;
 }
 
 }  // namespace flashsdpa

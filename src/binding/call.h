@@ -30,6 +30,15 @@ using OptTensor = std::optional<Tensor>;
       const at::Tensor &key, const at::Tensor &value, const at::Tensor &out, const at::Tensor &lse,        \
       FLASHSDPA_OPTION_PARAMS, std::array<bool, 5> output_mask
 
+// flashsdpa::jvp: what backward takes, a direction for each of its differentiable inputs, and the options.
+#define FLASHSDPA_JVP_PARAMS                                                                                        \
+  const ::flashsdpa::OptTensor &grad_out, const ::flashsdpa::OptTensor &grad_lse, const at::Tensor &query,           \
+      const at::Tensor &key, const at::Tensor &value, const at::Tensor &out, const at::Tensor &lse,                  \
+      const ::flashsdpa::OptTensor &tangent_grad_out, const ::flashsdpa::OptTensor &tangent_grad_lse,                \
+      const ::flashsdpa::OptTensor &tangent_query, const ::flashsdpa::OptTensor &tangent_key,                        \
+      const ::flashsdpa::OptTensor &tangent_value, const ::flashsdpa::OptTensor &tangent_attn_mask,                  \
+      const ::flashsdpa::OptTensor &tangent_sinks, FLASHSDPA_OPTION_PARAMS, std::array<bool, 7> output_mask
+
 inline const OptTensor kNoTensor;
 
 struct Options {
@@ -49,6 +58,13 @@ struct Options {
   bool batch_invariant = false;
 };
 
+// The options `o` with other tensors.
+inline Options with_tensors(const Options& o, const OptTensor& attn_mask, const OptTensor& mask_plan,
+                            const OptTensor& rng_state, const OptTensor& alibi_slopes, const OptTensor& sinks) {
+  return {attn_mask,    mask_plan, rng_state,     o.dropout_p,    o.is_causal, o.bottom_right,  o.scale,
+          o.window_left, o.window_right, o.softcap, alibi_slopes, sinks,       o.deterministic, o.batch_invariant};
+}
+
 struct Call {
   const Tensor& query;
   const Tensor& key;
@@ -60,6 +76,20 @@ struct Call {
 using ForwardResult = std::tuple<Tensor, Tensor>;                           // out, lse
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // query, key, value, attn_mask, sinks
 
+// Directions along which flashsdpa::jvp differentiates; one that is not given is zero.
+struct Tangents {
+  const OptTensor& grad_out = kNoTensor;
+  const OptTensor& grad_lse = kNoTensor;
+  const OptTensor& query = kNoTensor;
+  const OptTensor& key = kNoTensor;
+  const OptTensor& value = kNoTensor;
+  const OptTensor& attn_mask = kNoTensor;
+  const OptTensor& sinks = kNoTensor;
+};
+
+// Tangents of (out, lse, grad_query, grad_key, grad_value, grad_attn_mask, grad_sinks).
+using JvpResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 inline bool given(const OptTensor& t) { return t.has_value() && t->defined(); }
 inline const Tensor& tensor_or_undefined(const OptTensor& t) {
   static const Tensor undefined;
@@ -70,14 +100,24 @@ inline const Tensor& tensor_or_undefined(const OptTensor& t) {
 ForwardResult call_forward(const Call& call);
 BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
                              const Tensor& lse, std::array<bool, 5> output_mask);
+JvpResult call_jvp(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
+                   const Tensor& lse, const Tangents& tangents, std::array<bool, 7> output_mask);
 Tensor call_mask_plan(const Tensor& attn_mask);
 Tensor call_rng_state(const at::Device& device);
 
-// Implementations, registered in ops.cpp: on devices (execute.cpp), of derivatives and autocast (autograd.cpp).
+// Implementations, registered in ops.cpp: on devices (execute.cpp, jvp.cpp), of derivatives (autograd.cpp), vmap
+// (batching.cpp) and autocast (autocast.cpp).
 ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS);
 BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS);
+JvpResult jvp_on_device(FLASHSDPA_JVP_PARAMS);
 Tensor mask_plan_on_device(const Tensor& attn_mask);
 ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS);
+BackwardResult backward_autograd(FLASHSDPA_BACKWARD_PARAMS);
+JvpResult jvp_autograd(FLASHSDPA_JVP_PARAMS);
+ForwardResult forward_batched(FLASHSDPA_FORWARD_PARAMS);
+BackwardResult backward_batched(FLASHSDPA_BACKWARD_PARAMS);
+JvpResult jvp_batched(FLASHSDPA_JVP_PARAMS);
+Tensor mask_plan_batched(const Tensor& attn_mask);
 ForwardResult forward_autocast_cpu(FLASHSDPA_FORWARD_PARAMS);
 ForwardResult forward_autocast_cuda(FLASHSDPA_FORWARD_PARAMS);
 

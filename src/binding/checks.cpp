@@ -29,9 +29,6 @@ std::optional<Device> to_device(const at::Device& device) {
   return std::nullopt;
 }
 
-constexpr c10::DispatchKeySet kFunctorchKeys({c10::DispatchKey::FuncTorchGradWrapper,
-                                              c10::DispatchKey::FuncTorchBatched});
-
 bool check_kind(const char* name, const Tensor& t, Reasons& reasons) {
   if (!t.defined()) return reasons.add(name, " is undefined; give a tensor");
   if (t.is_nested() || t.layout() != at::kStrided) {
@@ -39,15 +36,6 @@ bool check_kind(const char* name, const Tensor& t, Reasons& reasons) {
       return true;
   }
   return false;
-}
-
-bool check_transform(const char* name, const Tensor& t, Reasons& reasons) {
-  if (!t.defined()) return false;
-  if (t.key_set().has_any(kFunctorchKeys) &&
-      reasons.add(name, " is wrapped by a torch.func transform; flashsdpa has no rule for it"))
-    return true;
-  return t._fw_grad(0).defined() &&
-         reasons.add(name, " carries a forward-mode tangent; flashsdpa has reverse mode only");
 }
 
 // The dtypes that some forward kernel of this machine takes on `device`.
@@ -119,6 +107,16 @@ void check_rng_state_given(const Options& o, Reasons& reasons) {
 }
 
 c10::SymInt const& size(const Tensor& t, int axis) { return t.sym_sizes()[axis]; }
+
+// What the caller has to give as it is, since no reason to go to stock can be made of it.
+void check_like(const char* op, const char* name, const Tensor& t, c10::SymIntArrayRef want, at::ScalarType type,
+                const at::Device& device) {
+  bool fits = t.dim() == static_cast<int64_t>(want.size()) && t.scalar_type() == type && t.device() == device;
+  for (size_t axis = 0; fits && axis < want.size(); ++axis)
+    fits = TORCH_GUARD_OR_TRUE(t.sym_sizes()[axis].sym_eq(want[axis]));
+  TORCH_CHECK(fits, op, ": ", name, " is ", dtype_name(t.scalar_type()), " ", shape_text(t.sym_sizes()), " on ",
+              t.device(), "; give ", dtype_name(type), " ", shape_text(want), " on ", device);
+}
 
 // (heads_q), or (batch, heads_q) where allowed.
 bool check_per_head_shape(const char* name, const OptTensor& t, const Tensor& query, bool by_batch, Reasons& reasons) {
@@ -214,12 +212,12 @@ const KernelEntry* table_entry(Pass pass, const at::Device& device, at::ScalarTy
   return find_kernel(pass, *where, *type, capability_of(device));
 }
 
-void check_transforms(const Call& call, Reasons& reasons) {
-  check_transform("query", call.query, reasons) || check_transform("key", call.key, reasons) ||
-      check_transform("value", call.value, reasons) ||
-      check_transform("attn_mask", tensor_or_undefined(call.options.attn_mask), reasons) ||
-      check_transform("alibi_slopes", tensor_or_undefined(call.options.alibi_slopes), reasons) ||
-      check_transform("sinks", tensor_or_undefined(call.options.sinks), reasons);
+void check_slopes(const Call& call, Reasons& reasons) {
+  if (!given(call.options.alibi_slopes)) return;
+  const Tensor& slopes = *call.options.alibi_slopes;
+  if ((at::GradMode::is_enabled() && slopes.requires_grad()) || slopes._fw_grad(/*level=*/0).defined())
+    reasons.add("alibi_slopes requires a gradient or carries a forward-mode tangent; flashsdpa computes neither; give "
+                "alibi_slopes.detach()");
 }
 
 bool check_kinds(const Call& call, Reasons& reasons) {
@@ -238,9 +236,8 @@ bool check_kinds(const Call& call, Reasons& reasons) {
   const OptTensor &slopes = call.options.alibi_slopes, &sinks = call.options.sinks;
   if (check_per_head_kind("alibi_slopes", slopes, q, reasons) || check_per_head_kind("sinks", sinks, q, reasons))
     return false;
-  if (at::GradMode::is_enabled() && given(slopes) && slopes->requires_grad() &&
-      reasons.add("alibi_slopes requires a gradient; flashsdpa computes none; give alibi_slopes.detach()"))
-    return false;
+  check_slopes(call, reasons);
+  if (!reasons.ok() && !reasons.collecting()) return false;
   const auto readable_if_given = [](const OptTensor& t) { return !given(t) || is_dense(*t); };
   const bool readable = is_dense(q) && is_dense(k) && is_dense(v) && readable_if_given(mask) &&
                         readable_if_given(slopes) && readable_if_given(sinks);
@@ -395,7 +392,6 @@ bool has_backward(const Call& call) {
 void raise(const char* op, const Call& call) {
   std::vector<std::string> list;
   Reasons reasons(&list);
-  check_transforms(call, reasons);
   check_rng_state_given(call.options, reasons);
   if (check_kinds(call, reasons)) check_shapes(call, reasons);
   TORCH_CHECK(false, op, ": ", join(list, "; "));
@@ -411,24 +407,40 @@ void require(const char* op, const Call& call) {
 }
 
 void require_backward(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,
-                      const Tensor& lse) {
-  require("flashsdpa::backward", call);
+                      const Tensor& lse, const char* op) {
+  require(op, call);
   const Tensor& q = call.query;
   const auto dtype = q.scalar_type(), accumulation = accumulation_type(dtype);
   const std::array<c10::SymInt, 4> sizes{size(q, 0), size(q, 1), size(q, 2), size(call.value, 3)};
   const auto check = [&](const char* name, const Tensor& t, size_t rank, at::ScalarType type) {
-    const c10::SymIntArrayRef want(sizes.data(), rank);
-    bool fits = t.dim() == static_cast<int64_t>(rank) && t.scalar_type() == type && t.device() == q.device();
-    for (size_t axis = 0; fits && axis < rank; ++axis)
-      fits = TORCH_GUARD_OR_TRUE(t.sym_sizes()[axis].sym_eq(want[axis]));
-    TORCH_CHECK(fits, "flashsdpa::backward: ", name, " is ", dtype_name(t.scalar_type()), " ",
-                shape_text(t.sym_sizes()), " on ", t.device(), "; give ", dtype_name(type), " ", shape_text(want),
-                " on ", q.device());
+    check_like(op, name, t, c10::SymIntArrayRef(sizes.data(), rank), type, q.device());
   };
   check("out", out, 4, dtype);
   check("lse", lse, 3, accumulation);
   if (given(grad_out)) check("grad_out", *grad_out, 4, dtype);
   if (given(grad_lse)) check("grad_lse", *grad_lse, 3, accumulation);
+}
+
+void require_jvp(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,
+                 const Tensor& lse, const Tangents& tangents) {
+  constexpr const char* op = "flashsdpa::jvp";
+  require_backward(call, grad_out, grad_lse, out, lse, op);
+  const Options& o = call.options;
+  TORCH_CHECK(!given(o.mask_plan) || given(o.attn_mask), op,
+              ": mask_plan is given without attn_mask; tangents and second derivatives read the mask itself: give "
+              "attn_mask too");
+  const auto check = [&](const char* name, const OptTensor& tangent, const OptTensor& of) {
+    if (!given(tangent)) return;
+    TORCH_CHECK(given(of), op, ": ", name, " is given, what it is a tangent of is not");
+    check_like(op, name, *tangent, of->sym_sizes(), of->scalar_type(), of->device());
+  };
+  check("tangent_query", tangents.query, call.query);
+  check("tangent_key", tangents.key, call.key);
+  check("tangent_value", tangents.value, call.value);
+  check("tangent_attn_mask", tangents.attn_mask, o.attn_mask);
+  check("tangent_sinks", tangents.sinks, o.sinks);
+  check("tangent_grad_out", tangents.grad_out, out);
+  check("tangent_grad_lse", tangents.grad_lse, lse);
 }
 
 }  // namespace flashsdpa

@@ -60,9 +60,9 @@ void require_plannable(const Tensor& mask);
 bool needs_grad(const Call& call);
 bool needs_mask_grad(const Call& call);
 
-// Transforms that have no rule for the ops: torch.func wrappers and forward-mode tangents. Asked above autograd, where
-// they are seen; the kernels below need not ask again.
-void check_transforms(const Call& call, Reasons& reasons);
+// Derivatives that no rule gives: those by alibi_slopes, of any kind. Asked above autograd, where a tangent, or the level
+// of torch.func that asks for a gradient, is seen; below they are not.
+void check_slopes(const Call& call, Reasons& reasons);
 // Everything else that can be told without looking at a shape: options, tensor kinds, devices, dtypes, the kernel
 // table. Returns whether the shapes can be looked at.
 bool check_kinds(const Call& call, Reasons& reasons);
@@ -82,8 +82,10 @@ bool has_backward(const Call& call);
 [[noreturn]] void raise(const char* op, const Call& call);
 // Raises it if there is a reason.
 void require(const char* op, const Call& call);
-// The same for flashsdpa::backward, with the tensors that only it takes.
+// The same for flashsdpa::backward and flashsdpa::jvp, with the tensors that only they take.
 void require_backward(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,
-                      const Tensor& lse);
+                      const Tensor& lse, const char* op = "flashsdpa::backward");
+void require_jvp(const Call& call, const OptTensor& grad_out, const OptTensor& grad_lse, const Tensor& out,
+                 const Tensor& lse, const Tangents& tangents);
 
 }  // namespace flashsdpa

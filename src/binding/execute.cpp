@@ -83,21 +83,6 @@ ViewType view(const Tensor& t) {
   return v;
 }
 
-// Key `diagonal` stands under query 0: bands and slopes are counted from there.
-int64_t diagonal(const Options& o, int64_t seq_q, int64_t seq_k) { return o.bottom_right ? seq_k - seq_q : 0; }
-
-Band band(const Options& o, int64_t seq_q, int64_t seq_k) {
-  const int64_t offset = diagonal(o, seq_q, seq_k);
-  const int64_t left = o.window_left.guard_int(__FILE__, __LINE__);
-  const int64_t right = o.window_right.guard_int(__FILE__, __LINE__);
-  Band b;
-  // A window wider than the scores is open; the test also keeps the sums below from overflowing.
-  if (left >= 0 && left < seq_q + seq_k) b.lo = offset - left;
-  if (right >= 0 && right < seq_q + seq_k) b.hi = offset + right;
-  if (o.is_causal) b.hi = std::min(b.hi, offset);
-  return b;
-}
-
 HeadView head_view(const OptTensor& t) {
   if (!given(t)) return {};
   return {t->const_data_ptr<float>(), t->dim() == 2 ? t->stride(0) : 0, t->stride(t->dim() - 1)};
@@ -231,6 +216,20 @@ ViewType unread_view(const Tensor& t, at::IntArrayRef strides, bool fresh) {
 }
 
 }  // namespace
+
+int64_t diagonal(const Options& o, int64_t seq_q, int64_t seq_k) { return o.bottom_right ? seq_k - seq_q : 0; }
+
+Band band(const Options& o, int64_t seq_q, int64_t seq_k) {
+  const int64_t offset = diagonal(o, seq_q, seq_k);
+  const int64_t left = o.window_left.guard_int(__FILE__, __LINE__);
+  const int64_t right = o.window_right.guard_int(__FILE__, __LINE__);
+  Band b;
+  // A window wider than the scores is open; the test also keeps the sums below from overflowing.
+  if (left >= 0 && left < seq_q + seq_k) b.lo = offset - left;
+  if (right >= 0 && right < seq_q + seq_k) b.hi = offset + right;
+  if (o.is_causal) b.hi = std::min(b.hi, offset);
+  return b;
+}
 
 std::optional<KernelDetail> detail_of(const KernelEntry& entry, const Call& call) {
   if (entry.describe == nullptr) return std::nullopt;

@@ -7,11 +7,16 @@
 
 #include "call.h"
 #include "kernel_table.h"
+#include "params.h"
 
 namespace flashsdpa {
 
 // Executions of flashsdpa::forward since the start (or the last reset), compiled graphs included.
 inline std::atomic<int64_t> routed_calls{0};
+
+// Key `diagonal` stands under query 0: bands and slopes are counted from there.
+int64_t diagonal(const Options& o, int64_t seq_q, int64_t seq_k);
+Band band(const Options& o, int64_t seq_q, int64_t seq_k);
 
 // Whether flashsdpa has to read a copy of `t` (its columns are not contiguous in memory).
 bool needs_copy(const Tensor& t);

@@ -11,6 +11,7 @@
 #include <map>
 
 #include "auto_table.h"
+#include "batching.h"
 #include "execute.h"
 #include "report.h"
 #include "router.h"
@@ -47,12 +48,14 @@ py::object& python_observer() {
   return *observer;
 }
 
-Selection ask_python(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask) {
+Selection ask_python(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
+                     bool* traced) {
   py::gil_scoped_acquire gil;
   try {
     const py::object mask = given(attn_mask) ? py::cast(*attn_mask) : py::none();
-    const auto [backend, strict, batch_invariant] =
-        python_hook()(query, key, value, mask).cast<std::tuple<int, bool, bool>>();
+    const auto [backend, strict, batch_invariant, tracing] =
+        python_hook()(query, key, value, mask).cast<std::tuple<int, bool, bool, bool>>();
+    *traced = tracing;
     // The hook has the last word about torch's own backends: mark the answer as newer than their settings.
     return {to_backend(backend), strict, batch_invariant, /*scoped=*/true, enabled_torch_backends()};
   } catch (py::error_already_set& error) {
@@ -61,6 +64,12 @@ Selection ask_python(const Tensor& query, const Tensor& key, const Tensor& value
     torch_error.persist();
     throw torch_error;
   }
+}
+
+int64_t current_level() {
+  py::gil_scoped_acquire gil;
+  static auto* level = new py::object(py::module_::import("torch").attr("_C").attr("_functorch").attr("maybe_current_level"));
+  return (*level)().cast<int64_t>();
 }
 
 py::object size_object(const c10::SymInt& size) {
@@ -217,6 +226,7 @@ py::dict cpu_features() {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The binding of torch_flashsdpa: router, selection, report. See torch_flashsdpa for the public functions.";
+  set_level_reader(&current_level);
   m.def("install_router", &install_router, "Intercept aten::scaled_dot_product_attention. Idempotent.");
   m.def("remove_router", &remove_router, "Give aten::scaled_dot_product_attention back to torch. Idempotent.");
   m.def("router_installed", &router_installed);
@@ -254,7 +264,8 @@ PYBIND11_MODULE(_C, m) {
         python_hook() = std::move(f);
         set_hook(&ask_python);
       },
-      "f(query, key, value, attn_mask) -> (backend, strict, batch_invariant), asked for tensors with the Python dispatch key.");
+      "f(query, key, value, attn_mask) -> (backend, strict, batch_invariant, traced), asked for tensors with the Python "
+      "dispatch key and those that torch.func has wrapped.");
   m.def(
       "set_observer",
       [](py::object f) {

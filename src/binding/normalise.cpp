@@ -15,10 +15,10 @@ c10::SymInt whole_size(const Normalised& r, const Tensor& mask, int64_t axis) {
   return from_end == 1 ? r.key.sym_size(2) : r.query.sym_size(4 - from_end);
 }
 
-// A broadcast axis of size n repeats one row: size 1 says the same, and costs the plan and the kernels less. Where a
-// gradient is wanted the axis stays: its gradient has n rows. A size that does not fit stays too, and is refused.
+// A broadcast axis of size n repeats one row: size 1 says the same, and costs the plan and the kernels less. A size that
+// does not fit stays, and is refused.
 bool collapses(const Normalised& r, const Tensor& mask, int64_t axis) {
-  return !mask.requires_grad() && !equals(mask.sym_size(axis), 1) && equals(mask.sym_stride(axis), 0) &&
+  return !equals(mask.sym_size(axis), 1) && equals(mask.sym_stride(axis), 0) &&
          TORCH_GUARD_OR_FALSE(mask.sym_size(axis).sym_ge(2)) &&
          equals(mask.sym_size(axis), whole_size(r, mask, axis));
 }
@@ -94,11 +94,13 @@ bool flatten_inputs(Normalised& r, int64_t count, Reasons& reasons) {
 
 // `mask` with broadcast axes of size 1, and axes of size 1 put before it. One view in eager mode; a graph gets the
 // plain ones, which a compiler understands better.
-Tensor view_mask(const Normalised& r, const Tensor& mask, int64_t rank, bool traced) {
+Tensor view_mask(const Normalised& r, const Tensor& mask, int64_t rank, bool traced, bool wrapped) {
+  // The gradient of an axis of size n has n rows. Inside torch.func an outer transform may want it, which is not seen here.
+  if (mask.requires_grad() || (wrapped && mask.is_floating_point())) return at_rank(mask, rank);
   int64_t collapsing = 0;
   for (int64_t axis = 0; axis < mask.dim(); ++axis) collapsing += collapses(r, mask, axis);
   if (collapsing == 0 && mask.dim() == rank) return mask;
-  if (traced || mask.requires_grad()) {
+  if (traced || wrapped) {
     Tensor view = mask;
     for (int64_t axis = 0; axis < mask.dim(); ++axis)
       if (collapses(r, mask, axis)) view = view.narrow(axis, 0, 1);
@@ -138,14 +140,14 @@ bool normalise_inputs(const Tensor& query, const Tensor& key, const Tensor& valu
   return true;
 }
 
-bool normalise_mask(const OptTensor& attn_mask, bool traced, Normalised& r, Reasons& reasons) {
+bool normalise_mask(const OptTensor& attn_mask, bool traced, bool wrapped, Normalised& r, Reasons& reasons) {
   if (!given(attn_mask)) return true;
   if (attn_mask->dim() > r.rank) {
     reasons.add("attn_mask has ", attn_mask->dim(), " dimensions, query ", r.rank, "; give at most the query's");
     return false;
   }
   const int64_t leading = r.rank - 3;
-  Tensor mask = view_mask(r, *attn_mask, std::max<int64_t>(r.rank, 4), traced);
+  Tensor mask = view_mask(r, *attn_mask, std::max<int64_t>(r.rank, 4), traced, wrapped);
   if (leading > 1) {
     bool broadcast = true, full = true;
     for (int64_t axis = 0; axis < leading; ++axis) {

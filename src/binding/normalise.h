@@ -17,7 +17,8 @@ struct Normalised {
 // Each returns whether its part of `result` is complete; a reason says why not. The inputs come first.
 bool normalise_inputs(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa, Normalised& result,
                       Reasons& reasons);
-bool normalise_mask(const OptTensor& attn_mask, bool traced, Normalised& result, Reasons& reasons);
+// wrapped: torch.func has wrapped tensors of the call, the mask perhaps.
+bool normalise_mask(const OptTensor& attn_mask, bool traced, bool wrapped, Normalised& result, Reasons& reasons);
 
 // The caller's rank back from a (batch, heads, length, head_dim) output.
 Tensor restore_rank(const Tensor& out, const Normalised& from);

@@ -5,11 +5,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "call.h"
 #include "checks.h"
@@ -68,6 +68,20 @@ BackwardResult backward_meta(FLASHSDPA_BACKWARD_PARAMS) {
                                          : at::empty({0}, query.options())};
 }
 
+JvpResult jvp_meta(FLASHSDPA_JVP_PARAMS) {
+  const Options options{FLASHSDPA_OPTION_NAMES};
+  require_jvp({query, key, value, options}, grad_out, grad_lse, out, lse,
+              {tangent_grad_out, tangent_grad_lse, tangent_query, tangent_key, tangent_value, tangent_attn_mask,
+               tangent_sinks});
+  const auto tangent = [&](bool wanted, const OptTensor& like) {
+    return wanted && given(like) ? at::empty_symint(like->sym_sizes(), like->options())
+                                 : at::empty({0}, query.options());
+  };
+  return {tangent(output_mask[0], out), tangent(output_mask[1], lse),       tangent(output_mask[2], query),
+          tangent(output_mask[3], key), tangent(output_mask[4], value),     tangent(output_mask[5], attn_mask),
+          tangent(output_mask[6], sinks)};
+}
+
 Tensor mask_plan_meta(const Tensor& attn_mask) {
   require_plannable(attn_mask);
   return at::empty_symint(plan_shape<c10::SymInt>(attn_mask.sym_sizes()), attn_mask.options().dtype(at::kInt));
@@ -97,6 +111,16 @@ BackwardResult call_backward(const OptTensor& grad_out, const OptTensor& grad_ls
                  o.alibi_slopes, o.sinks, o.deterministic, o.batch_invariant, output_mask);
 }
 
+JvpResult call_jvp(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
+                   const Tensor& lse, const Tangents& t, std::array<bool, 7> output_mask) {
+  static const auto op = handle<JvpResult(FLASHSDPA_JVP_PARAMS)>("flashsdpa::jvp");
+  const auto& o = call.options;
+  return op.call(grad_out, grad_lse, call.query, call.key, call.value, out, lse, t.grad_out, t.grad_lse, t.query, t.key,
+                 t.value, t.attn_mask, t.sinks, o.attn_mask, o.mask_plan, o.rng_state, o.dropout_p, o.is_causal,
+                 o.bottom_right, o.scale, o.window_left, o.window_right, o.softcap, o.alibi_slopes, o.sinks,
+                 o.deterministic, o.batch_invariant, output_mask);
+}
+
 Tensor call_mask_plan(const Tensor& attn_mask) {
   static const auto op = handle<Tensor(const Tensor&)>("flashsdpa::mask_plan");
   return op.call(attn_mask);
@@ -116,6 +140,13 @@ TORCH_LIBRARY(flashsdpa, m) {
       ", bool[5] output_mask) -> (Tensor grad_query, Tensor grad_key, "
       "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_sinks)",
       kPure);
+  m.def(
+      "jvp(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+      "Tensor? tangent_grad_out, Tensor? tangent_grad_lse, Tensor? tangent_query, Tensor? tangent_key, "
+      "Tensor? tangent_value, Tensor? tangent_attn_mask, Tensor? tangent_sinks, *, " FLASHSDPA_OPTION_SCHEMA
+      ", bool[7] output_mask) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_grad_query, "
+      "Tensor tangent_grad_key, Tensor tangent_grad_value, Tensor tangent_grad_attn_mask, Tensor tangent_grad_sinks)",
+      kPureOfAnyLayout);
   m.def("mask_plan(Tensor attn_mask) -> Tensor", kPureOfAnyLayout);
   // By keyword: there torch looks for the device whose generator it saves for a recomputation in a compiled graph.
   m.def("rng_state(*, Device? device=None) -> Tensor", kRandom);
@@ -124,6 +155,7 @@ TORCH_LIBRARY(flashsdpa, m) {
 TORCH_LIBRARY_IMPL(flashsdpa, Meta, m) {
   m.impl("forward", TORCH_FN(forward_meta));
   m.impl("backward", TORCH_FN(backward_meta));
+  m.impl("jvp", TORCH_FN(jvp_meta));
   m.impl("mask_plan", TORCH_FN(mask_plan_meta));
 }
 
@@ -133,6 +165,7 @@ TORCH_LIBRARY_IMPL(flashsdpa, CompositeExplicitAutograd, m) { m.impl("rng_state"
 void register_device(torch::Library& m) {
   m.impl("forward", TORCH_FN(forward_on_device));
   m.impl("backward", TORCH_FN(backward_on_device));
+  m.impl("jvp", TORCH_FN(jvp_on_device));
   m.impl("mask_plan", TORCH_FN(mask_plan_on_device));
 }
 TORCH_LIBRARY_IMPL(flashsdpa, CPU, m) { register_device(m); }
@@ -140,9 +173,17 @@ TORCH_LIBRARY_IMPL(flashsdpa, CUDA, m) { register_device(m); }
 
 TORCH_LIBRARY_IMPL(flashsdpa, Autograd, m) {
   m.impl("forward", TORCH_FN(forward_autograd));
-  m.impl("backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("backward", TORCH_FN(backward_autograd));
+  m.impl("jvp", TORCH_FN(jvp_autograd));
   m.impl("mask_plan", torch::CppFunction::makeFallthrough());
   m.impl("rng_state", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(flashsdpa, FuncTorchBatched, m) {
+  m.impl("forward", TORCH_FN(forward_batched));
+  m.impl("backward", TORCH_FN(backward_batched));
+  m.impl("jvp", TORCH_FN(jvp_batched));
+  m.impl("mask_plan", TORCH_FN(mask_plan_batched));
 }
 
 TORCH_LIBRARY_IMPL(flashsdpa, AutocastCPU, m) { m.impl("forward", TORCH_FN(forward_autocast_cpu)); }
@@ -151,7 +192,7 @@ TORCH_LIBRARY_IMPL(flashsdpa, AutocastCUDA, m) { m.impl("forward", TORCH_FN(forw
 namespace {
 
 std::mutex router_mutex;
-std::unique_ptr<torch::Library> router_library;  // destroying it gives torch its own kernel back
+std::vector<std::unique_ptr<torch::Library>> router_libraries;  // destroying them gives torch its own kernels back
 
 // torch warns about every override of a built-in kernel; this one is the product.
 struct Silence : c10::WarningHandler {
@@ -162,23 +203,25 @@ struct Silence : c10::WarningHandler {
 
 void install_router() {
   std::lock_guard<std::mutex> lock(router_mutex);
-  if (router_library) return;
+  if (!router_libraries.empty()) return;
   Silence silence;
   c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten",
-                                                  c10::DispatchKey::CompositeImplicitAutograd, __FILE__, __LINE__);
-  library->impl("scaled_dot_product_attention", TORCH_FN(route));
-  router_library = std::move(library);
+  // torch has a kernel of its own for calls under vmap, whether their tensors are mapped or not.
+  for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::FuncTorchVmapMode}) {
+    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    library->impl("scaled_dot_product_attention", TORCH_FN(route));
+    router_libraries.push_back(std::move(library));
+  }
 }
 
 void remove_router() {
   std::lock_guard<std::mutex> lock(router_mutex);
-  router_library.reset();
+  router_libraries.clear();
 }
 
 bool router_installed() {
   std::lock_guard<std::mutex> lock(router_mutex);
-  return router_library != nullptr;
+  return !router_libraries.empty();
 }
 
 }  // namespace flashsdpa

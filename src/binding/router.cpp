@@ -23,6 +23,15 @@ bool any_python_dispatch(const Request& r) {
          (r.attn_mask.has_value() && python_dispatch(*r.attn_mask));
 }
 
+constexpr c10::DispatchKeySet kFunctorchKeys({c10::DispatchKey::FuncTorchGradWrapper,
+                                              c10::DispatchKey::FuncTorchBatched});
+
+// Whether a transform of torch.func has wrapped a tensor, which hides what is inside.
+bool any_wrapped(const Request& r) {
+  const auto wrapped = [](const Tensor& t) { return t.defined() && t.key_set().has_any(kFunctorchKeys); };
+  return wrapped(r.query) || wrapped(r.key) || wrapped(r.value) || (r.attn_mask.has_value() && wrapped(*r.attn_mask));
+}
+
 Tensor stock(const Request& r) {
   return at::native::scaled_dot_product_attention(r.query, r.key, r.value, r.attn_mask, r.dropout_p, r.is_causal,
                                                   r.scale, r.enable_gqa);
@@ -43,8 +52,6 @@ void decide(const Request& r, const at::Device& device, const Selection& selecti
   const Call raw{r.query, r.key, r.value, raw_options, device};
   const bool readable = check_kinds(raw, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
-  check_transforms(raw, reasons);
-  if (!reasons.ok() && !reasons.collecting()) return;
   if (device.is_meta() && reasons.add("device is meta; supported: cpu, cuda")) return;
   if (selection.backend == Backend::kStock && reasons.add("the selection is stock")) return;
   if (torch_leaves_to_stock(selection) && reasons.add(reasons.collecting() ? torch_backends_text() : std::string()))
@@ -54,7 +61,7 @@ void decide(const Request& r, const at::Device& device, const Selection& selecti
   if (selection.backend == Backend::kAuto && !selection.batch_invariant)
     check_auto({n.query, n.key, n.value, raw_options, device}, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
-  if (!normalise_mask(r.attn_mask, any_python_dispatch(r), n, reasons)) return;
+  if (!normalise_mask(r.attn_mask, any_python_dispatch(r), any_wrapped(r), n, reasons)) return;
   const Options options = options_of(r, n.attn_mask, selection);
   check_shapes({n.query, n.key, n.value, options, device}, reasons);
 }
@@ -97,17 +104,20 @@ Tensor serve(const Request& r, const Normalised& n, const Selection& selection) 
   return n.rank == 4 ? out : restore_rank(out, n);
 }
 
-// Traced calls ask the hook, which puts a guard on the selection; only where the answer can matter.
-Selection traced_selection(const Request& r) {
+// Traced calls ask the hook, which puts a guard on the selection; only where the answer can matter. So do calls whose
+// tensors are wrapped: it can look inside, and says whether they are traced.
+Selection selection_for(const Request& r, bool* traced) {
+  *traced = any_python_dispatch(r);
+  if (!*traced && !any_wrapped(r)) return current_selection();
   const auto ask = hook.load(std::memory_order_relaxed);
   if (ask == nullptr) return {};
   const Options options = options_of(r, r.attn_mask, {});
   Reasons kinds;
   const Call call{r.query, r.key, r.value, options};
   check_kinds(call, kinds);
-  if (kinds.ok()) check_transforms(call, kinds);
   if (!kinds.ok() && !strict_possible()) return {};
-  return ask(r.query, r.key, r.value, r.attn_mask);
+  const Selection answer = ask(r.query, r.key, r.value, r.attn_mask, traced);
+  return *traced ? answer : current_selection();
 }
 
 Tensor refuse(const Request& r, const Selection& selection, bool traced) {
@@ -127,8 +137,8 @@ Tensor refuse(const Request& r, const Selection& selection, bool traced) {
 Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask, double dropout_p,
              bool is_causal, std::optional<double> scale, bool enable_gqa) {
   const Request request{query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa};
-  const bool traced = any_python_dispatch(request);
-  const Selection selection = traced ? traced_selection(request) : current_selection();
+  bool traced = false;
+  const Selection selection = selection_for(request, &traced);
   if (selection.backend == Backend::kStock && !observing()) return stock(request);
   Normalised n;
   Reasons reasons;

@@ -1,0 +1,12 @@
+// Derivatives of forward and backward along given directions, by ATen.
+#pragma once
+
+#include "call.h"
+
+namespace flashsdpa {
+
+// As flashsdpa::jvp. Made of functional ATen ops alone, so that torch can differentiate it in any mode.
+JvpResult jvp_composite(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
+                        const Tensor& lse, const Tangents& tangents, std::array<bool, 7> output_mask);
+
+}  // namespace flashsdpa
