@@ -13,10 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import __version__, _dynamo_compat, auto_table
+from . import __version__, _dtensor, _dynamo_compat, auto_table
 
 STOCK = 0
-# Other subclasses (DTensor, jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass.
+# Other subclasses (jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass; for DTensors see
+# _dtensor.py.
 SERVED_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 _C = None  # torch_flashsdpa._C, from connect()
@@ -110,6 +111,8 @@ def refusal(query, key, value, attn_mask):
     """Why tensors of these types, or this tracer, stay with stock PyTorch; None if they need not."""
     if torch.compiler.is_exporting() and not _export_routed.get():
         return "torch.export keeps PyTorch's own op; export inside torch_flashsdpa.route_in_export() to route"
+    if any(map(_dtensor.is_dtensor, (query, key, value))):
+        return _dtensor.refusal(query, key, value, attn_mask)
     named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, tensor in named.items():
         if tensor is not None and type(tensor) not in SERVED_TYPES:
