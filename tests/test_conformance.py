@@ -1,5 +1,8 @@
 """What PyTorch's own test suite, and its peers', pin down about SDPA, as far as a CPU shows it; with ours in force."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch_flashsdpa
@@ -402,3 +405,22 @@ def test_registry_handle_is_removed_when_another_is_activated():
     assert torch_flashsdpa.is_enabled()
     restore_flash_attention_impl()
     assert not torch_flashsdpa.is_enabled()
+
+
+def test_the_table_of_points_names_tests_that_exist():
+    here = Path(__file__).parent
+    table = here.parent / "docs" / "conformance.md"
+    if not table.exists():
+        pytest.skip("the documentation is not here")
+    named, last = 0, None
+    for line in table.read_text().splitlines():
+        for stem, name in re.findall(r"(\w*)::(\w+)", line.replace("`conformance::x`", "")):
+            last = stem or last
+            if last == "py":  # the line that explains how tests are named
+                continue
+            files = [*here.glob(f"test_{last}.py"), *here.glob(f"gpu/test_{last}.py")]
+            # A case of the public collection is named by its number alone.
+            pattern = rf"^def test_{name}{'_' if re.fullmatch(r'up_[0-9]+', name) else r'[(]'}"
+            assert any(re.search(pattern, file.read_text(), re.M) for file in files), f"{last}::{name}"
+            named += 1
+    assert named > 50
