@@ -1,5 +1,8 @@
 """What PyTorch's own test suite, and its peers', pin down about SDPA, as far as a CPU shows it; with ours in force."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch_flashsdpa
@@ -23,10 +26,12 @@ def outcome(function, *args, **kwargs):
 
 
 def same_as_stock(*args, **kwargs):
-    """The outcome with ours enabled, which must be stock's, text of an error included."""
+    """The outcome with ours enabled, which must be stock's, text of an error included; from the same random numbers."""
     torch_flashsdpa.disable()
+    torch.manual_seed(42)
     want = outcome(sdpa, *args, **kwargs)
     enable("flashsdpa")
+    torch.manual_seed(42)
     got = outcome(sdpa, *args, **kwargs)
     assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want, (got, want)
     return got
@@ -232,15 +237,24 @@ def test_mixed_dtypes_and_devices_are_runtime_errors(change):
 
 
 @pytest.mark.parametrize("backend", ("FLASH_ATTENTION", "MATH", "EFFICIENT_ATTENTION"))
-@pytest.mark.parametrize("case", ("plain", "float64", "head_dim", "mask", "gqa", "rank 3"))
+@pytest.mark.parametrize("case", ("plain", "float64", "head_dim 257", "head_dim 5", "mask", "mask of spread keys", "gqa", "rank 3",
+                                  "causal of unequal lengths", "spread head_dim", "dropout"))
 def test_a_forced_backend_is_stock_exactly(backend, case, routed):
     """More capable than the backend that was asked for would be another backend."""
     q, k, v = normal("forced", *[(2, 4, 6, 8)] * 3)
     options = {}
     if case == "float64":
         q, k, v = q.double(), k.double(), v.double()
-    elif case == "head_dim":
-        q, k, v = normal("big", *[(2, 4, 6, 257)] * 3)
+    elif case.startswith("head_dim"):
+        q, k, v = normal("big", *[(2, 4, 6, int(case.split()[1]))] * 3)
+    elif case == "causal of unequal lengths":
+        q, options["is_causal"] = q[:, :, :4], True
+    elif case == "spread head_dim":
+        q, k, v = (torch.stack([t, t], -1)[..., 0] for t in (q, k, v))
+    elif case == "mask of spread keys":
+        options["attn_mask"] = torch.zeros(6, 12)[:, ::2]
+    elif case == "dropout":
+        options["dropout_p"] = 0.22
     elif case == "mask":
         options["attn_mask"] = torch.ones(6, 6, dtype=torch.bool).tril()
     elif case == "gqa":
@@ -262,6 +276,36 @@ def test_fused_choice_answers_as_stock(case):
     want = torch._fused_sdp_choice(q, k, v, **options)
     enable("flashsdpa")
     assert torch._fused_sdp_choice(q, k, v, **options) == want
+
+
+def test_the_order_of_torchs_backends_is_left_alone():
+    def order():
+        return torch._C._get_sdp_priority_order()
+
+    q, k, v = normal("order", *[(1, 2, 6, 8)] * 3)
+    before = order()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        inside = order()
+        sdpa(q, k, v)
+        with sdpa_backend("flashsdpa"):
+            sdpa(q, k, v)
+        assert order() == inside != before
+    assert order() == before
+
+
+def test_the_fused_ops_of_torch_are_not_replaced(routed):
+    """Tests and compilers call them by name, and read more results than the output."""
+    q, k, v = normal("aten", *[(1, 2, 6, 8)] * 3)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert routed(flash, q, k, v) == 0
+    got = flash(q, k, v, is_causal=True)
+    torch_flashsdpa.disable()
+    assert all(torch.equal(a, b) for a, b in zip(got, flash(q, k, v, is_causal=True), strict=True))
+
+
+def test_a_dropout_of_next_to_nothing_drops_nothing():
+    q, k, v = normal("low", *[(1, 2, 70, 8)] * 3)
+    assert (sdpa(q, k, v, dropout_p=1e-11) - sdpa(q, k, v)).abs().max() < 1e-6
 
 
 # --- modes ------------------------------------------------------------------------------------------------------------
@@ -294,9 +338,10 @@ def test_compile_with_an_unbacked_length_also_of_zero():
 
 
 def test_causal_bias_compiles_to_one_frame():
+    from torch._dynamo.testing import CompileCounterWithBackend
     from torch.nn.attention.bias import causal_lower_right
 
-    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    frames = CompileCounterWithBackend("aot_eager")
     q, k, v = normal("frame", (1, 2, 5, 8), (1, 2, 9, 8), (1, 2, 9, 8))
     attend = torch.compile(lambda q, k, v, bias: sdpa(q, k, v, attn_mask=bias), backend=frames, fullgraph=True)
     out = attend(q, k, v, causal_lower_right(5, 9))
@@ -315,6 +360,12 @@ def test_gradcheck_in_float64(options):
         torch.autograd.gradcheck(lambda q, k, v, m: ops().forward(q, k, v, attn_mask=m, **options), (q, k, v, mask))
     else:
         torch.autograd.gradcheck(lambda q, k, v: ops().forward(q, k, v, **options), (q, k, v))
+
+
+def test_second_derivatives_of_the_math_backend():
+    q, k, v = (t.requires_grad_() for t in normal("second", *[(1, 2, 4, 3)] * 3, dtype=torch.float64))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(lambda q, k, v: sdpa(q, k, v, is_causal=True), (q, k, v))
 
 
 @pytest.mark.parametrize("module", ("MultiheadAttention", "TransformerEncoderLayer"))
@@ -354,3 +405,22 @@ def test_registry_handle_is_removed_when_another_is_activated():
     assert torch_flashsdpa.is_enabled()
     restore_flash_attention_impl()
     assert not torch_flashsdpa.is_enabled()
+
+
+def test_the_table_of_points_names_tests_that_exist():
+    here = Path(__file__).parent
+    table = here.parent / "docs" / "conformance.md"
+    if not table.exists():
+        pytest.skip("the documentation is not here")
+    named, last = 0, None
+    for line in table.read_text().splitlines():
+        for stem, name in re.findall(r"(\w*)::(\w+)", line.replace("`conformance::x`", "")):
+            last = stem or last
+            if last == "py":  # the line that explains how tests are named
+                continue
+            files = [*here.glob(f"test_{last}.py"), *here.glob(f"gpu/test_{last}.py")]
+            # A case of the public collection is named by its number alone.
+            pattern = rf"^def test_{name}{'_' if re.fullmatch(r'up_[0-9]+', name) else r'[(]'}"
+            assert any(re.search(pattern, file.read_text(), re.M) for file in files), f"{last}::{name}"
+            named += 1
+    assert named > 50

@@ -260,19 +260,21 @@ def test_up_106_checkpoint_with_a_mode_that_rewrites_inputs(routed):
 def test_up_108_dtensor_inputs_reach_their_own_dispatch(lenient, routed):
     distributed = pytest.importorskip("torch.distributed")
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
     try:
         mesh = distributed.init_device_mesh("cpu", (2,))
         tensors = [DTensor.from_local(t, mesh, [Shard(1)]) for t in normal("up108", *[(1, 2, 9, 8)] * 3)]
-        before = routed_calls()
-        with sdpa_kernel(SDPBackend.MATH), sdpa_backend("flashsdpa"):
-            out = sdpa(*tensors)
-        assert isinstance(out, DTensor) and routed_calls() == before
-        assert (out.to_local() - want64(*(t.to_local() for t in tensors))).abs().max() < 1e-5
-        assert any("DTensor" in r for r in [str(_strict_error(*tensors))])
+        mask = DTensor.from_local(torch.zeros(9, 9), mesh, [Replicate()])
+        for options, served in (({}, 1), (dict(attn_mask=mask), 0)):  # a mask is for DTensor's own rules
+            before = routed_calls()
+            with sdpa_kernel(SDPBackend.MATH), sdpa_backend("flashsdpa"):
+                out = sdpa(*tensors, **options)
+            assert isinstance(out, DTensor) and out.shape == (1, 4, 9, 8) and routed_calls() == before + served
+            assert (out.to_local() - want64(*(t.to_local() for t in tensors))).abs().max() < 1e-5
+        assert "DTensor" in str(_strict_error(*tensors, attn_mask=mask))
     finally:
         distributed.destroy_process_group()
 

@@ -167,33 +167,6 @@ def test_nested_tensors_are_stock(routed, layout):
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.fixture
-def mesh():
-    """Two ranks of which this process is one; the fake process group does not communicate."""
-    distributed = pytest.importorskip("torch.distributed")
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
-    yield distributed.init_device_mesh("cpu", (2,))
-    distributed.destroy_process_group()
-
-
-def test_dtensor_keeps_its_own_rules(routed, mesh):
-    from torch.distributed.tensor import DTensor, Shard
-
-    local = make()
-    inputs = [DTensor.from_local(t, mesh, [Shard(0)]) for t in local]  # a batch of 4 over two ranks
-    # torch needs a minute to find shardings for its fused CPU kernel; its math path has rules, and shows the same.
-    with sdpa_kernel(SDPBackend.MATH):
-        wanted = sdpa(*inputs)
-        with sdpa_backend("flashsdpa"), record_dispatch() as seen:
-            out = sdpa(*inputs)
-    assert isinstance(out, DTensor) and out.placements == wanted.placements and out.shape == (4, 4, 12, 8)
-    torch.testing.assert_close(out.to_local(), wanted.to_local())
-    assert {row["kernel"] for row in seen.rows} == {"stock"}
-    with sdpa_backend("flashsdpa", strict=True), pytest.raises(RuntimeError, match="query is a DTensor"):
-        sdpa(*inputs)
-
-
 # --- tools that watch -------------------------------------------------------------------------------------------------
 
 

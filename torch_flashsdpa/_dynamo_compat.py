@@ -94,6 +94,18 @@ def allow_in_graph(*functions):
         torch.compiler.allow_in_graph(function)
 
 
+def register_sharding(op, rule, *keywords):
+    """torch's register_sharding, for an op whose outputs also depend on these keyword arguments: DTensor remembers what
+    it has worked out by the tensors and whole numbers of a call alone."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(op)(rule)
+    if keywords:
+        remembered_by = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op]
+        remembered_by.static_kwargkey = [*(remembered_by.static_kwargkey or ()), *keywords]
+
+
 def constant_for_dynamo(function):
     """Mark a function that Dynamo runs while tracing, instead of tracing it. The public way to say so,
     torch.compiler.assume_constant_result, sets this attribute too but imports torch._dynamo."""

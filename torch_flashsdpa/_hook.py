@@ -13,11 +13,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import __version__, _dynamo_compat, auto_table
+from . import __version__, _dtensor, _dynamo_compat, auto_table
 
 STOCK = 0
-# Other subclasses (DTensor, jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass.
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+# Other subclasses (jagged tensors, wrappers) have SDPA rules of their own, which our op would bypass; for DTensors see
+# _dtensor.py.
 SERVED_TYPES = (*PLAIN_TYPES, FakeTensor, FunctionalTensor)
 
 _C = None  # torch_flashsdpa._C, from connect()
@@ -89,7 +90,7 @@ def _scope(token):
         _C.swap_scope(previous)
 
 
-def answer(query, key, value, attn_mask):
+def answer(query, key, value, attn_mask, dropout_p):
     """The router's question: (backend, strict, batch_invariant, traced) for these tensors. Backend 0 leaves the call to stock
     PyTorch; the answer is final about torch's own backend settings too. Not traced: plain tensors, and nothing to be
     answered."""
@@ -104,7 +105,7 @@ def answer(query, key, value, attn_mask):
         _dynamo_compat.set_cache_tag(f"{__version__} {auto_table.digest()} {selector.current}")
     with _scope(in_graph[-1]) if in_graph else contextlib.nullcontext():
         backend, strict, batch_invariant, _ = _C.current_selection()
-        reason = _C.stock_only() or refusal(*inner)
+        reason = _C.stock_only() or refusal(*inner, dropout_p)
     if backend == STOCK or reason is None:
         return backend, strict, batch_invariant, True
     if strict:
@@ -112,10 +113,12 @@ def answer(query, key, value, attn_mask):
     return STOCK, strict, batch_invariant, True
 
 
-def refusal(query, key, value, attn_mask):
+def refusal(query, key, value, attn_mask, dropout_p):
     """Why tensors of these types, or this tracer, stay with stock PyTorch; None if they need not."""
     if torch.compiler.is_exporting() and not _export_routed.get():
         return "torch.export keeps PyTorch's own op; export inside torch_flashsdpa.route_in_export() to route"
+    if any(map(_dtensor.is_dtensor, (query, key, value))):
+        return _dtensor.refusal(query, key, value, attn_mask, dropout_p)
     named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, tensor in named.items():
         if tensor is not None and type(tensor) not in SERVED_TYPES:

@@ -4,13 +4,19 @@
 // in front. It is given to the op as (V x B, H, S, D), a view where memory allows. A tensor that is not mapped is expanded:
 // with a batch of 1, which per-sample code has, no element is copied. Sinks have no batch axis: with them the heads grow,
 // (B, V x H, S, D), in which every key head keeps the query heads of its group.
+//
+// Dropout decides by batch and head. A forward under vmap is refused it, so the forward of a backward that is mapped was not,
+// and had the batch as it is: with dropout the entries of a backward are served one after the other.
 
 #include "batching.h"
 
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <ATen/ops/stack.h>
+
 #include <atomic>
+#include <vector>
 
 #include "call.h"
 #include "layout.h"
@@ -63,6 +69,31 @@ class Fold {
     return impl == nullptr ? t.unsqueeze(0) : impl->value().movedim(impl->bdim(), 0);
   }
 
+  // Whether entries have to be served one after the other.
+  bool apart(double dropout_p) const { return dropout_p > 0.0 && size_.guard_int(__FILE__, __LINE__) > 0; }
+  // One mapped entry: of(t) is its t.
+  struct Entry {
+    int64_t level = 0, index = 0;
+    Tensor operator()(const Tensor& t) const {
+      const auto* impl = batched_at(t, level);
+      return impl == nullptr ? t : impl->value().select(impl->bdim(), index);
+    }
+    OptTensor operator()(const OptTensor& t) const { return given(t) ? OptTensor((*this)(*t)) : t; }
+  };
+  // serve(entry) for every mapped entry; the results, tuples of tensors, mapped again.
+  template <class Serve>
+  auto each(const Serve& serve) const {
+    const int64_t size = size_.guard_int(__FILE__, __LINE__);
+    std::vector<decltype(serve(Entry{}))> results;
+    for (int64_t i = 0; i < size; ++i) results.push_back(serve(Entry{level_, i}));
+    auto all = results[0];
+    const auto restack = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+      ((std::get<kIndex>(all) = at::functorch::makeBatched(stacked<kIndex>(results), /*dim=*/0, level_)), ...);
+    };
+    restack(std::make_index_sequence<std::tuple_size_v<decltype(all)>>());
+    return all;
+  }
+
   // What was grown from `whole`, mapped again. summed: it had been of size 1 and was expanded.
   Tensor unfold(const Tensor& t, int64_t axis, const c10::SymInt& whole, bool summed = false) const {
     c10::SymDimVector sizes(t.sym_sizes());
@@ -74,6 +105,12 @@ class Fold {
   }
 
  private:
+  template <size_t kIndex, class Results>
+  static Tensor stacked(const Results& results) {
+    std::vector<Tensor> list;
+    for (const auto& r : results) list.push_back(std::get<kIndex>(r));
+    return at::stack(list);
+  }
   void look_at(const Tensor& t) {
     const auto* impl = batched_at(t, level_);
     if (impl == nullptr) return;
@@ -154,6 +191,8 @@ ForwardResult forward_batched(FLASHSDPA_FORWARD_PARAMS) {
   const Call call{query, key, value, options};
   const Fold fold(query, key, value, attn_mask, mask_plan, rng_state, alibi_slopes, sinks);
   if (!fold.any()) return call_forward(call);
+  TORCH_CHECK(dropout_p == 0.0, "flashsdpa::forward under vmap: dropout_p is ", dropout_p,
+              "; give 0, or call scaled_dot_product_attention, which stock PyTorch serves then");
   const FoldedCall f(fold, call, /*each_mask=*/false);
   const auto [out, lse] = call_forward({f.query, f.key, f.value, f.options()});
   return {f.queries(out), f.queries(lse)};
@@ -164,6 +203,12 @@ BackwardResult backward_batched(FLASHSDPA_BACKWARD_PARAMS) {
   const Call call{query, key, value, options};
   const Fold fold(grad_out, grad_lse, query, key, value, out, lse, attn_mask, mask_plan, rng_state, alibi_slopes, sinks);
   if (!fold.any()) return call_backward(grad_out, grad_lse, call, out, lse, output_mask);
+  if (fold.apart(dropout_p))
+    return fold.each([&](const Fold::Entry& of) {
+      const OptTensor mask = of(attn_mask), plan = of(mask_plan), slopes = of(alibi_slopes), logits = of(sinks);
+      const Options own = with_tensors(options, mask, plan, rng_state, slopes, logits);
+      return call_backward(of(grad_out), of(grad_lse), {of(query), of(key), of(value), own}, of(out), of(lse), output_mask);
+    });
   const FoldedCall f(fold, call, /*each_mask=*/output_mask[3]);
   return f.gradients(call_backward(f.of_queries(grad_out), f.of_queries(grad_lse), {f.query, f.key, f.value, f.options()},
                                    f.of_queries(out), f.of_queries(lse), output_mask),
@@ -181,6 +226,16 @@ JvpResult jvp_batched(FLASHSDPA_JVP_PARAMS) {
                     {tangent_grad_out, tangent_grad_lse, tangent_query, tangent_key, tangent_value, tangent_attn_mask,
                      tangent_sinks},
                     output_mask);
+  if (fold.apart(dropout_p))
+    return fold.each([&](const Fold::Entry& of) {
+      const OptTensor mask = of(attn_mask), plan = of(mask_plan), slopes = of(alibi_slopes), logits = of(sinks),
+                      t_grad_out = of(tangent_grad_out), t_grad_lse = of(tangent_grad_lse), t_query = of(tangent_query),
+                      t_key = of(tangent_key), t_value = of(tangent_value), t_mask = of(tangent_attn_mask),
+                      t_sinks = of(tangent_sinks);
+      const Options own = with_tensors(options, mask, plan, rng_state, slopes, logits);
+      return call_jvp(of(grad_out), of(grad_lse), {of(query), of(key), of(value), own}, of(out), of(lse),
+                      {t_grad_out, t_grad_lse, t_query, t_key, t_value, t_mask, t_sinks}, output_mask);
+    });
   const FoldedCall f(fold, call, /*each_mask=*/output_mask[5] || given(tangent_attn_mask));
   const OptTensor t_grad_out = f.of_queries(tangent_grad_out), t_grad_lse = f.of_queries(tangent_grad_lse),
                   t_query = f.of_queries(tangent_query), t_key = f.of_keys(tangent_key),

@@ -14,6 +14,8 @@
 //   dq' = scale (ds' k + ds k')           dk' = scale (ds'^T q + ds^T q')  dv' = P'^T G + P^T G'
 //   dbias' = dz'                          dsink' = -sum_i (P_sink (sigma' - L') e + P_sink e')
 //
+// Dropout multiplies weights by a constant Z: P and P' by Z where v or G stand behind them, D and D' by Z where they are made.
+//
 // The same function is the double backward. The gradient of psi(x) = <G, O(x)> + <g, L(x)> is what the backward returns, so
 // that a cotangent c of it asks for the gradient of <c, grad psi>: with respect to x that is the Hessian of psi times c,
 // symmetric, and hence the tangent of the backward along c; with respect to G and g it is O' and L' along c.
@@ -38,6 +40,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "dropout_factor.h"
 #include "execute.h"
 #include "layout.h"
 
@@ -123,11 +126,8 @@ class Jvp {
     return t.defined() ? t.to(type_).reshape({t.dim() == 2 ? batch_ : 1, heads_kv_, group_, 1, 1}) : t;
   }
 
-  struct Keys {
-    int64_t first, count;
-  };
   // (mask batch, mask heads, Sq|1, Sk|1) to the block's (mask batch, Hkv|1, group|1, rows|1, keys|1).
-  Tensor mask_block(const Tensor& mask, int64_t first, int64_t count, Keys keys) const {
+  Tensor mask_block(const Tensor& mask, int64_t first, int64_t count, Span keys) const {
     if (!mask.defined()) return mask;
     const bool one_head = known(mask, 1) == 1;
     Tensor t = mask.reshape({known(mask, 0), one_head ? 1 : heads_kv_, one_head ? 1 : group_, known(mask, 2),
@@ -137,7 +137,7 @@ class Jvp {
   }
 
   // Adds a block's rows of keys to the sum over all blocks.
-  void add(Tensor* sum, const Tensor& t, Keys keys, int64_t axis) const {
+  void add(Tensor* sum, const Tensor& t, Span keys, int64_t axis) const {
     if (!t.defined()) return;
     std::vector<int64_t> pad;
     for (int64_t i = t.dim() - 1; i > axis; --i) pad.insert(pad.end(), {0, 0});
@@ -146,7 +146,7 @@ class Jvp {
   }
 
   void block(int64_t first, int64_t count);
-  void add_mask(const Tensor& t, Keys keys);
+  void add_mask(const Tensor& t, Span keys);
 
   const Call& call_;
   const Options& o_;
@@ -164,7 +164,7 @@ class Jvp {
 
 void Jvp::block(int64_t first, int64_t count) {
   const int64_t from = std::clamp<int64_t>(first + band_.lo, 0, seq_k_);
-  const Keys keys{from, std::clamp<int64_t>(first + count + band_.hi, from, seq_k_) - from};
+  const Span keys{from, std::clamp<int64_t>(first + count + band_.hi, from, seq_k_) - from};
   const auto of_keys = [&](const Tensor& t) { return t.defined() ? t.narrow(2, keys.first, keys.count) : t; };
   const Tensor k = of_keys(key_), v = of_keys(value_), t_k = of_keys(t_key_), t_v = of_keys(t_value_);
   const Tensor q = rows(call_.query, first, count), t_q = rows(tangents_.query, first, count);
@@ -215,7 +215,10 @@ void Jvp::block(int64_t first, int64_t count) {
   const Tensor t_lse = plus(row_sum(times(p, t_z)), times(p_sink, t_sink));
   const Tensor from_mean = plus(t_z, t_lse.defined() ? -t_lse : t_lse);  // z' - L'
   const Tensor t_p = times(p, from_mean);
-  const Tensor t_o = plus(product(flat(t_p), v), product(flat(p), t_v));
+  const Tensor factor = scores(dropout_factor(o_, type_, batch_, heads_kv_ * group_, {first, count}, keys));
+  const auto dropped = [&](const Tensor& t) { return factor.defined() ? times(t, factor) : t; };
+  const Tensor z_p = flat(dropped(p)), t_z_p = flat(dropped(t_p));  // Z P and its derivative
+  const Tensor t_o = plus(product(t_z_p, v), product(z_p, t_v));
   if (wanted_[0]) out_blocks_.push_back(by_head(t_o, count, call_.value));
   if (wanted_[1])
     lse_blocks_.push_back(t_lse.defined() ? t_lse.reshape({batch_, heads_kv_ * group_, count})
@@ -231,9 +234,9 @@ void Jvp::block(int64_t first, int64_t count) {
   const Tensor e = minus(per_row(times(g, o)), row_numbers(grad_lse_, first, count));
   const Tensor t_e = minus(plus(per_row(times(t_g, o)), per_row(times(g, t_o))),
                            row_numbers(tensor_or_undefined(tangents_.grad_lse), first, count));
-  const Tensor d_minus_e = minus(scores(product(g, transposed(v))), e);
+  const Tensor d_minus_e = minus(dropped(scores(product(g, transposed(v)))), e);
   const Tensor t_d_minus_e = minus(
-      scores(plus(product(t_g, transposed(v)), t_v.defined() ? product(g, transposed(t_v)) : Tensor())), t_e);
+      dropped(scores(plus(product(t_g, transposed(v)), t_v.defined() ? product(g, transposed(t_v)) : Tensor()))), t_e);
   const Tensor dz = times(p, d_minus_e);
   const Tensor t_dz = plus(times(t_p, d_minus_e), times(p, t_d_minus_e));
   const Tensor ds = flat(through_cap(dz));
@@ -246,7 +249,7 @@ void Jvp::block(int64_t first, int64_t count) {
   if (wanted_[2])
     query_blocks_.push_back(by_head(scaled(plus(product(t_ds, k), product(ds, t_k))), count, call_.query));
   if (wanted_[3]) add(&key_sum_, scaled(plus(product(back(t_ds), q), product(back(ds), t_q))), keys, 2);
-  if (wanted_[4]) add(&value_sum_, plus(product(back(flat(t_p)), g), product(back(flat(p)), t_g)), keys, 2);
+  if (wanted_[4]) add(&value_sum_, plus(product(back(t_z_p), g), product(back(z_p), t_g)), keys, 2);
   if (wanted_[5] && mask.defined()) add_mask(t_dz, keys);
   if (wanted_[6] && p_sink.defined()) {
     const Tensor t_p_sink = times(p_sink, minus(t_sink, t_lse));
@@ -256,7 +259,7 @@ void Jvp::block(int64_t first, int64_t count) {
 }
 
 // The mask's gradient is summed over the axes along which the mask broadcasts.
-void Jvp::add_mask(const Tensor& t, Keys keys) {
+void Jvp::add_mask(const Tensor& t, Span keys) {
   if (!t.defined()) return;
   const Tensor& mask = *o_.attn_mask;
   std::vector<int64_t> summed;

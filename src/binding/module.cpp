@@ -49,12 +49,12 @@ py::object& python_observer() {
 }
 
 Selection ask_python(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
-                     bool* traced) {
+                     double dropout_p, bool* traced) {
   py::gil_scoped_acquire gil;
   try {
     const py::object mask = given(attn_mask) ? py::cast(*attn_mask) : py::none();
     const auto [backend, strict, batch_invariant, tracing] =
-        python_hook()(query, key, value, mask).cast<std::tuple<int, bool, bool, bool>>();
+        python_hook()(query, key, value, mask, dropout_p).cast<std::tuple<int, bool, bool, bool>>();
     *traced = tracing;
     // The hook has the last word about torch's own backends: mark the answer as newer than their settings.
     return {to_backend(backend), strict, batch_invariant, /*scoped=*/true, enabled_torch_backends()};
@@ -264,7 +264,7 @@ PYBIND11_MODULE(_C, m) {
         python_hook() = std::move(f);
         set_hook(&ask_python);
       },
-      "f(query, key, value, attn_mask) -> (backend, strict, batch_invariant, traced), asked for tensors with the Python "
+      "f(query, key, value, attn_mask, dropout_p) -> (backend, strict, batch_invariant, traced), asked for tensors with the Python "
       "dispatch key and those that torch.func has wrapped.");
   m.def(
       "set_observer",

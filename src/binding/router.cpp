@@ -52,6 +52,9 @@ void decide(const Request& r, const at::Device& device, const Selection& selecti
   const Call raw{r.query, r.key, r.value, raw_options, device};
   const bool readable = check_kinds(raw, reasons);
   if (!reasons.ok() && !reasons.collecting()) return;
+  if (r.dropout_p > 0.0 && any_wrapped(r) &&
+      reasons.add("dropout_p is ", r.dropout_p, " inside a transform of torch.func, whose randomness is stock PyTorch's"))
+    return;
   if (device.is_meta() && reasons.add("device is meta; supported: cpu, cuda")) return;
   if (selection.backend == Backend::kStock && reasons.add("the selection is stock")) return;
   if (torch_leaves_to_stock(selection) && reasons.add(reasons.collecting() ? torch_backends_text() : std::string()))
@@ -116,7 +119,7 @@ Selection selection_for(const Request& r, bool* traced) {
   const Call call{r.query, r.key, r.value, options};
   check_kinds(call, kinds);
   if (!kinds.ok() && !strict_possible()) return {};
-  const Selection answer = ask(r.query, r.key, r.value, r.attn_mask, traced);
+  const Selection answer = ask(r.query, r.key, r.value, r.attn_mask, r.dropout_p, traced);
   return *traced ? answer : current_selection();
 }
 

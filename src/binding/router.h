@@ -20,7 +20,7 @@ Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const 
 // wrapped: the selection that holds for the trace, and whether there is one. The answer is final about torch's own backend
 // settings too.
 using Hook = Selection (*)(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
-                           bool* traced);
+                           double dropout_p, bool* traced);
 void set_hook(Hook hook);
 
 // The arguments of SDPA.
