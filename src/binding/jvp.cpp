@@ -67,8 +67,8 @@ Tensor row_sum(const Tensor& t) { return t.defined() ? t.sum({-1}, /*keepdim=*/t
 class Jvp {
  public:
   Jvp(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out, const Tensor& lse,
-      const Tangents& tangents, std::array<bool, 7> wanted)
-      : call_(call), o_(call.options), wanted_(wanted), tangents_(tangents), out_(out), lse_(lse),
+      const Tangents& tangents, std::array<bool, 7> wanted, bool in_place)
+      : in_place_(in_place), call_(call), o_(call.options), wanted_(wanted), tangents_(tangents), out_(out), lse_(lse),
         grad_out_(tensor_or_undefined(grad_out)), grad_lse_(tensor_or_undefined(grad_lse)),
         type_(accumulation_type(call.query.scalar_type())), batch_(known(call.query, 0)),
         heads_kv_(known(call.key, 1)), group_(known(call.query, 1) / one_or_more(heads_kv_)),
@@ -84,7 +84,7 @@ class Jvp {
       block(first, std::min(step, seq_q_ - first));
     const Tensor& query = call_.query;
     const auto by_query = [&](bool wanted, const std::vector<Tensor>& blocks, const Tensor& like) {
-      return wanted ? at::cat(blocks, 2).to(like.scalar_type()) : at::empty({0}, query.options());
+      return wanted ? joined(blocks, 2).to(like.scalar_type()) : at::empty({0}, query.options());
     };
     const auto whole = [&](bool wanted, const Tensor& sum, const Tensor& like) {
       if (!wanted) return at::empty({0}, query.options());
@@ -92,7 +92,7 @@ class Jvp {
       return sum.reshape_symint(like.sym_sizes()).to(like.scalar_type());
     };
     const Tensor mask = tensor_or_undefined(o_.attn_mask);
-    if (!mask_blocks_.empty()) mask_sum_ = at::cat(mask_blocks_, 3);
+    if (!mask_blocks_.empty()) mask_sum_ = joined(mask_blocks_, 3);
     return {by_query(wanted_[0], out_blocks_, query), by_query(wanted_[1], lse_blocks_, lse_),
             by_query(wanted_[2], query_blocks_, query), whole(wanted_[3], key_sum_, call_.key),
             whole(wanted_[4], value_sum_, call_.value), whole(wanted_[5] && mask.defined(), mask_sum_, mask),
@@ -136,9 +136,31 @@ class Jvp {
     return known(mask, 3) == 1 ? t : t.narrow(4, keys.first, keys.count);
   }
 
+  // What lives on from block to block is written in place where nothing is recorded: small tensors allocated among a block's
+  // large ones would keep the C allocator from using their memory again.
+  void put(std::vector<Tensor>* blocks, const Tensor& t, int64_t first, int64_t axis) const {
+    if (!in_place_) return blocks->push_back(t);
+    if (blocks->empty()) {
+      auto sizes = t.sizes().vec();
+      sizes[axis] = seq_q_;
+      blocks->push_back(at::empty(sizes, t.options()));
+    }
+    blocks->front().narrow(axis, first, t.size(axis)).copy_(t);
+  }
+  static Tensor joined(const std::vector<Tensor>& blocks, int64_t axis) {
+    return blocks.size() == 1 ? blocks.front() : at::cat(blocks, axis);
+  }
+
   // Adds a block's rows of keys to the sum over all blocks.
   void add(Tensor* sum, const Tensor& t, Span keys, int64_t axis) const {
     if (!t.defined()) return;
+    if (in_place_) {
+      auto sizes = t.sizes().vec();
+      sizes[axis] = seq_k_;
+      if (!sum->defined()) *sum = at::zeros(sizes, t.options());
+      sum->narrow(axis, keys.first, keys.count).add_(t);
+      return;
+    }
     std::vector<int64_t> pad;
     for (int64_t i = t.dim() - 1; i > axis; --i) pad.insert(pad.end(), {0, 0});
     pad.insert(pad.end(), {keys.first, seq_k_ - keys.first - keys.count});
@@ -146,8 +168,9 @@ class Jvp {
   }
 
   void block(int64_t first, int64_t count);
-  void add_mask(const Tensor& t, Span keys);
+  void add_mask(const Tensor& t, int64_t first, Span keys);
 
+  const bool in_place_;
   const Call& call_;
   const Options& o_;
   const std::array<bool, 7> wanted_;
@@ -219,10 +242,12 @@ void Jvp::block(int64_t first, int64_t count) {
   const auto dropped = [&](const Tensor& t) { return factor.defined() ? times(t, factor) : t; };
   const Tensor z_p = flat(dropped(p)), t_z_p = flat(dropped(t_p));  // Z P and its derivative
   const Tensor t_o = plus(product(t_z_p, v), product(z_p, t_v));
-  if (wanted_[0]) out_blocks_.push_back(by_head(t_o, count, call_.value));
+  if (wanted_[0]) put(&out_blocks_, by_head(t_o, count, call_.value), first, 2);
   if (wanted_[1])
-    lse_blocks_.push_back(t_lse.defined() ? t_lse.reshape({batch_, heads_kv_ * group_, count})
-                                          : at::zeros({batch_, heads_kv_ * group_, count}, lse.options()));
+    put(&lse_blocks_,
+        t_lse.defined() ? t_lse.reshape({batch_, heads_kv_ * group_, count})
+                        : at::zeros({batch_, heads_kv_ * group_, count}, lse.options()),
+        first, 2);
   if (!(wanted_[2] || wanted_[3] || wanted_[4] || wanted_[5] || wanted_[6])) return;
 
   const Tensor g = rows(grad_out_, first, count), t_g = rows(tangents_.grad_out, first, count);
@@ -247,10 +272,10 @@ void Jvp::block(int64_t first, int64_t count) {
   const auto scaled = [&](const Tensor& t) { return t.defined() ? t * scale_ : t; };
   const auto back = [&](const Tensor& t) { return t.defined() ? transposed(t) : t; };
   if (wanted_[2])
-    query_blocks_.push_back(by_head(scaled(plus(product(t_ds, k), product(ds, t_k))), count, call_.query));
+    put(&query_blocks_, by_head(scaled(plus(product(t_ds, k), product(ds, t_k))), count, call_.query), first, 2);
   if (wanted_[3]) add(&key_sum_, scaled(plus(product(back(t_ds), q), product(back(ds), t_q))), keys, 2);
   if (wanted_[4]) add(&value_sum_, plus(product(back(t_z_p), g), product(back(z_p), t_g)), keys, 2);
-  if (wanted_[5] && mask.defined()) add_mask(t_dz, keys);
+  if (wanted_[5] && mask.defined()) add_mask(t_dz, first, keys);
   if (wanted_[6] && p_sink.defined()) {
     const Tensor t_p_sink = times(p_sink, minus(t_sink, t_lse));
     const Tensor t_row = plus(times(t_p_sink, e), times(p_sink, t_e));
@@ -259,7 +284,7 @@ void Jvp::block(int64_t first, int64_t count) {
 }
 
 // The mask's gradient is summed over the axes along which the mask broadcasts.
-void Jvp::add_mask(const Tensor& t, Span keys) {
+void Jvp::add_mask(const Tensor& t, int64_t first, Span keys) {
   if (!t.defined()) return;
   const Tensor& mask = *o_.attn_mask;
   std::vector<int64_t> summed;
@@ -276,16 +301,16 @@ void Jvp::add_mask(const Tensor& t, Span keys) {
   if (known(mask, 2) == 1)
     mask_sum_ = plus(mask_sum_, part);
   else
-    mask_blocks_.push_back(part);
+    put(&mask_blocks_, part, first, 3);
 }
 
 }  // namespace
 
 JvpResult jvp_composite(const OptTensor& grad_out, const OptTensor& grad_lse, const Call& call, const Tensor& out,
-                        const Tensor& lse, const Tangents& tangents, std::array<bool, 7> output_mask) {
+                        const Tensor& lse, const Tangents& tangents, std::array<bool, 7> output_mask, bool in_place) {
   // Sums stay in their type: autocast, which may be on while a backward runs, would make half of them.
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  return Jvp(grad_out, grad_lse, call, out, lse, tangents, output_mask).run();
+  return Jvp(grad_out, grad_lse, call, out, lse, tangents, output_mask, in_place).run();
 }
 
 JvpResult jvp_on_device(FLASHSDPA_JVP_PARAMS) {
@@ -295,7 +320,7 @@ JvpResult jvp_on_device(FLASHSDPA_JVP_PARAMS) {
                           tangent_value,    tangent_attn_mask, tangent_sinks};
   require_jvp(call, grad_out, grad_lse, out, lse, tangents);
   const c10::OptionalDeviceGuard guard(query.device());
-  return jvp_composite(grad_out, grad_lse, call, out, lse, tangents, output_mask);
+  return jvp_composite(grad_out, grad_lse, call, out, lse, tangents, output_mask, /*in_place=*/true);
 }
 
 }  // namespace flashsdpa
