@@ -31,7 +31,7 @@ def test_flex_attention_is_given_the_same_structure(monkeypatch):
 
     monkeypatch.setattr(lengths, "_flex", lambda: flex_attention)
     for mask in lengths.MASKS:
-        rows = {row["impl"]: row for row in lengths.measure_case(case(mask, 256), "cpu", 0.001, flex=True)}
+        rows = {row["impl"]: row for row in lengths.measure_case(case(mask, 384), "cpu", 0.001, flex=True)}
         assert rows["FlexAttention"]["error"] < 1e-5, rows["FlexAttention"]
 
 
@@ -51,12 +51,14 @@ def test_a_rival_that_fails_or_is_wrong_has_a_note_and_no_time(monkeypatch):
 
 
 def test_turns_start_with_each_implementation_in_turn():
-    order = []
-    calls = {name: (contextlib.nullcontext, lambda name=name: order.append(name)) for name in "ab"}
-    samples = turns.time_in_turns(calls, torch.device("cpu"), 10.0)
-    assert [len(each) for each in samples.values()] == [turns.MOST, turns.MOST]
-    collapsed = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
-    assert "".join(collapsed).startswith("abab") and set(collapsed) == {"a", "b"}
+    entered = []
+
+    def calls_of(name):
+        return (lambda: contextlib.nullcontext(entered.append(name))), (lambda: None)
+
+    samples = turns.time_in_turns({name: calls_of(name) for name in "ab"}, torch.device("cpu"), 10.0)
+    assert {name: len(each) for name, each in samples.items()} == {"a": turns.MOST, "b": turns.MOST}
+    assert "".join(entered).startswith("ab" + "abba" * 3)
     assert all(0 < sample < 1e-3 for each in samples.values() for sample in each)
 
 
