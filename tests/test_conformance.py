@@ -237,8 +237,8 @@ def test_mixed_dtypes_and_devices_are_runtime_errors(change):
 
 
 @pytest.mark.parametrize("backend", ("FLASH_ATTENTION", "MATH", "EFFICIENT_ATTENTION"))
-@pytest.mark.parametrize("case", ("plain", "float64", "head_dim 257", "head_dim 5", "mask", "mask of spread keys", "gqa", "rank 3",
-                                  "causal of unequal lengths", "spread head_dim", "dropout"))
+@pytest.mark.parametrize("case", ("plain", "float64", "head_dim 257", "head_dim 5", "mask", "mask of spread keys", "gqa",
+                                  "rank 3", "causal of unequal lengths", "spread head_dim", "dropout"))
 def test_a_forced_backend_is_stock_exactly(backend, case, routed):
     """More capable than the backend that was asked for would be another backend."""
     q, k, v = normal("forced", *[(2, 4, 6, 8)] * 3)

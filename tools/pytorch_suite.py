@@ -130,7 +130,7 @@ def main():
     parser.add_argument("--only", action="append", help="files of SUITE whose path holds this; may be repeated")
     parser.add_argument("-k", default=None, help="pytest's -k in place of the suite's")
     parser.add_argument("--most", type=int, default=40, help="tests of one parametrised function; 0: all (default: 40)")
-    parser.add_argument("--limit", type=int, default=1200, help="seconds for one file, and for one of its tests (default: 1200)")
+    parser.add_argument("--limit", type=int, default=1200, help="seconds for one file with one selection (default: 1200)")
     parser.add_argument("--write", type=Path, help="write all results as JSON")
     options = parser.parse_args()
     results, left, total = {}, 0, 0
