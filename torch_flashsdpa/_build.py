@@ -26,7 +26,7 @@ STAMP = "build.txt"  # beside the two libraries: what they were built from
 # Sources that are compiled together. Parsing torch's headers is most of the time, so those that share the heavy ones
 # share a compiler run. The unit `module` becomes _C.so, the others libflashsdpa_torch.so.
 UNITS = {
-    "ops": ("ops.cpp", "autograd.cpp", "autocast.cpp", "batching.cpp", "jvp.cpp", "execute.cpp"),
+    "ops": ("ops.cpp", "autograd.cpp", "autocast.cpp", "batching.cpp", "jvp.cpp", "dropout_factor.cpp", "execute.cpp"),
     "module": ("module.cpp",),
     "router": ("router.cpp", "checks.cpp", "normalise.cpp", "selection.cpp", "auto_table.cpp", "report.cpp"),
 }
