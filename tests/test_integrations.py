@@ -246,12 +246,24 @@ def test_position_bias_joins_the_mask(ours, mask):
 
 
 def test_what_we_refuse_goes_to_stock_where_there_is_one(ours):
+    wide = KEY.repeat(1, 1, 1, 40)
     with record_dispatch() as recorder:
-        integrations.transformers_attention(LAYER, QUERY, KEY, KEY, None, dropout=0.1)
+        integrations.transformers_attention(LAYER, QUERY, KEY, wide, None)
     (row,) = sent_to_stock(recorder)
-    assert row["reasons"] == ["dropout_p is 0.1; flashsdpa kernels take 0.0"]
-    with pytest.raises(RuntimeError, match="dropout_p is 0.1"):
-        integrations.transformers_attention(LAYER, QUERY, KEY, KEY, None, dropout=0.1, softcap=2.0)
+    assert row["reasons"] == ["head_dim of value is 320; supported: 0 to 256"]
+    with pytest.raises(RuntimeError, match="head_dim of value is 320"):
+        integrations.transformers_attention(LAYER, QUERY, KEY, wide, None, softcap=2.0)
+
+
+def test_dropout_of_a_model_in_training(ours):
+    """With a soft cap too, which no stock has; the weights that are dropped follow torch's generator."""
+    outs = []
+    for softcap in (None, 2.0):
+        for _ in range(2):
+            torch.manual_seed(1)
+            outs.append(integrations.transformers_attention(LAYER, QUERY, KEY, KEY, None, dropout=0.4, softcap=softcap)[0])
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3]) and not torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], integrations.transformers_attention(LAYER, QUERY, KEY, KEY, None)[0])
 
 
 def test_attention_weights_are_not_promised(ours):

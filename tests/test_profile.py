@@ -33,6 +33,7 @@ def watched(function, **how):
 
 def test_distinct_calls_are_counted_with_kernel_and_reason():
     q, k, v = make()
+    wide = v.repeat(1, 1, 1, 20)
 
     def program():
         for _ in range(3):
@@ -40,18 +41,20 @@ def test_distinct_calls_are_counted_with_kernel_and_reason():
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
         F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        F.scaled_dot_product_attention(q, k, wide)
         F.scaled_dot_product_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
 
     enable("flashsdpa")
     rows = watched(program, replay_seconds=0).rows
-    counts = {(row["is_causal"], row["gqa"], row["dropout_p"], row["shapes"][0]): row["count"] for row in rows}
+    counts = {(row["is_causal"], row["gqa"], row["dropout_p"], row["shapes"][0], row["shapes"][2][-1]): row["count"] for row in rows}
     shape = (1, 2, 130, 16)
-    assert counts == {(False, False, 0.0, shape): 3, (True, False, 0.0, shape): 1, (False, True, 0.0, shape): 1,
-                      (False, False, 0.1, shape): 1, (False, False, 0.0, (2, 1, 130, 16)): 1}  # fmt: skip
+    assert counts == {(False, False, 0.0, shape, 16): 3, (True, False, 0.0, shape, 16): 1, (False, True, 0.0, shape, 16): 1,
+                      (False, False, 0.1, shape, 16): 1, (False, False, 0.0, shape, 320): 1,
+                      (False, False, 0.0, (2, 1, 130, 16), 16): 1}  # fmt: skip
     for row in rows:
         assert row["source"] == "eager" and row["backend"] == "flashsdpa"
-        if row["dropout_p"]:
-            assert row["kernel"] == "stock" and row["reasons"] == ["dropout_p is 0.1; flashsdpa kernels take 0.0"]
+        if row["shapes"][2][-1] == 320:
+            assert row["kernel"] == "stock" and row["reasons"] == ["head_dim of value is 320; supported: 0 to 256"]
         else:
             assert row["kernel"].startswith("flashsdpa_fwd_cpu") and not row["reasons"]
         assert "used up" in row["note"]
@@ -114,7 +117,8 @@ def test_compiled_functions():
     """What they give to ours is counted at each run; what they leave to stock is seen while it is traced, and said so."""
     q, k, v = make(grad=True)
     ours = torch.compile(lambda q: F.scaled_dot_product_attention(q, k, v), backend="aot_eager")
-    left = torch.compile(lambda q: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), backend="aot_eager")
+    wide = v.detach().repeat(1, 1, 1, 20)
+    left = torch.compile(lambda q: F.scaled_dot_product_attention(q, k, wide), backend="aot_eager")
     enable("flashsdpa")
 
     def program():
