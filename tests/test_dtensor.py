@@ -35,7 +35,7 @@ def on_two_ranks(tmp_path):
     def run(code):
         environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", PRELUDE + code + "\ndist.destroy_process_group()\n"]
-        ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment, text=True,
+        ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment, text=True, cwd=tmp_path,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
         try:
             ends = [process.communicate(timeout=240) for process in ranks]
