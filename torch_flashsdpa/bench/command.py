@@ -35,15 +35,31 @@ def _warn_if_busy(result):
         print(f"the machine is busy (load average {result['load_average']}): trust the ratios only, and those not far\n")
 
 
+def _chosen(cases, options):
+    """Those of the cases that --only names; where there are none, says so."""
+    chosen = [c for c in cases if not options.only or options.only in f"{c.section} {c.name} {c.dtype} {c.pass_name}"]
+    if not chosen:
+        print(f"no cell of the grid {options.grid!r} holds {options.only!r}")
+    return chosen
+
+
+def _plot(draw, result, stem, options):
+    if options.no_plot:
+        return
+    try:
+        draw(result, stem.with_name(stem.name + ".png"))
+        print(f"plot    {stem}.png")
+    except ImportError:
+        print("plot    none: install matplotlib for it")
+
+
 def _run_lengths(options, isa, folder):
     from . import lengths, output
 
     longest = options.longest or (2048 if options.device == "cpu" else 16384)
     panels = lengths.cases(options.device, longest, options.grad)
-    chosen = [case for group in panels.values() for case in group
-              if not options.only or options.only in f"{case.section} {case.name} {case.dtype} {case.pass_name}"]  # fmt: skip
+    chosen = _chosen([case for group in panels.values() for case in group], options)
     if not chosen:
-        print(f"no cell of the grid 'length' holds {options.only!r}")
         return 1
     rows = []
     result = output.record(rows, isa, "length")
@@ -66,12 +82,7 @@ def _run_lengths(options, isa, folder):
     print(f"{lengths.table(rows)}\n\nrecord  {stem}.json")
     for note in dict.fromkeys(f"{row['impl']}: {row['note']}" for row in rows if "note" in row):
         print(f"note    {note}")
-    if not options.no_plot:
-        try:
-            lengths.plot(result, stem.with_name(stem.name + ".png"))
-            print(f"plot    {stem}.png")
-        except ImportError:
-            print("plot    none: install matplotlib for it")
+    _plot(lengths.plot, result, stem, options)
     return int(any(row["impl"] == "flashsdpa" and "note" in row for row in rows))
 
 
@@ -92,11 +103,8 @@ def run(options, default_out=Path("flashsdpa-bench")):
     isa = cpu_isa(library.module.kernel_table())
     if options.grid == "length":
         return _run_lengths(options, isa, options.out or default_out)
-    cases = GRIDS[options.grid]()
-    if options.only:
-        cases = [c for c in cases if options.only in f"{c.section} {c.name} {c.dtype} {c.pass_name}"]
+    cases = _chosen(GRIDS[options.grid](), options)
     if not cases:
-        print(f"no cell of the grid {options.grid!r} holds {options.only!r}")
         return 1
     rows = []
     bar = _progress(len(cases))
@@ -119,12 +127,7 @@ def run(options, default_out=Path("flashsdpa-bench")):
     _warn_if_busy(result)
     print(output.table(rows))
     print(f"\nrecord  {stem}.json")
-    if not options.no_plot:
-        try:
-            output.plot(result, stem.with_name(stem.name + ".png"))
-            print(f"plot    {stem}.png")
-        except ImportError:
-            print("plot    none: install matplotlib for it")
+    _plot(output.plot, result, stem, options)
     failed = [row for row in rows if row.get("note", "").startswith("failed")]
     for row in failed:
         print(f"FAILED  {row['case']} {row['dtype']} {row['pass']}: {row['note']}")
