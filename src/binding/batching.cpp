@@ -11,14 +11,14 @@
 #include "batching.h"
 
 #include <ATen/functorch/BatchedTensorImpl.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <ATen/ops/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <atomic>
 #include <vector>
 
 #include "call.h"
+#include "checks.h"
 #include "layout.h"
 
 namespace flashsdpa {
@@ -253,7 +253,7 @@ JvpResult jvp_batched(FLASHSDPA_JVP_PARAMS) {
 Tensor mask_plan_batched(const Tensor& attn_mask) {
   const Fold fold(attn_mask);
   if (!fold.any()) return call_mask_plan(attn_mask);
-  TORCH_CHECK(attn_mask.dim() == 4, "flashsdpa::mask_plan: attn_mask has ", attn_mask.dim(), " dimensions; give 4");
+  require_plannable(attn_mask);
   const c10::SymInt batch = attn_mask.sym_size(0);
   return fold.unfold(call_mask_plan(fold.fold(attn_mask, 0, batch)), 0, batch);
 }
