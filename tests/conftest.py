@@ -56,6 +56,13 @@ def routed():
 
 
 @pytest.fixture
+def package_root():
+    """The folder a fresh Python has to look in for the package under test. (A fixture: `conftest` as a module is that of
+    whichever folder was collected last.)"""
+    return PACKAGE_ROOT
+
+
+@pytest.fixture
 def run_python(tmp_path):
     """run_python(code, env={...}): the standard output of a fresh Python; fails the test if that exits with an error.
 

@@ -1,5 +1,7 @@
 """Dropout: the weights that are dropped are rebuilt bit by bit (reference_dropout.py), so that both oracles hold for it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,9 +154,7 @@ print(explain(*[torch.zeros(1, 1, 70, 8, dtype=torch.bfloat16)] * 3, dropout_p=0
 def test_instruction_sets_agree(isa, run_python):
     if not binding().cpu_features()[isa]:
         pytest.skip(f"{isa} is not available on this machine")
-    from conftest import TESTS
-
-    code = ISA_CODE.format(tests=str(TESTS), state=fresh_state("isa").tolist())
+    code = ISA_CODE.format(tests=str(Path(__file__).parent), state=fresh_state("isa").tolist())
     assert run_python(code, env={"TORCH_FLASHSDPA_CPU_ISA": isa}).endswith(f"flashsdpa_fwd_cpu_{isa}")
 
 

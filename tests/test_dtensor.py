@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from conftest import PACKAGE_ROOT
 
 pytest.importorskip("torch.distributed.tensor")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -29,11 +28,11 @@ torch.manual_seed(0)
 
 
 @pytest.fixture
-def on_two_ranks(tmp_path):
+def on_two_ranks(tmp_path, package_root):
     """on_two_ranks(code): runs it after PRELUDE in two processes; their standard outputs."""
 
     def run(code):
-        environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(package_root), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", PRELUDE + code + "\ndist.destroy_process_group()\n"]
         ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment, text=True, cwd=tmp_path,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
