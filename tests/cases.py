@@ -1,11 +1,11 @@
-"""Named cases: what the two oracles are run on. Recipes for masks and memory layouts, lists, a pairwise sample.
+"""Named cases: what the two oracles are run on. Recipes for masks and memory layouts, lists. (matrix.py has the
+pairs of all options.)
 
 A mask is written "kind", "kind:axes" or "kind:axes:strides". `axes` holds the letters of the axes of full size out of
 b, h, q, k (default bhqk); the others have size 1. `strides` is one of MASK_STRIDES (default dense).
 """
 
 import itertools
-import random
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,7 +37,7 @@ def _causal(g, shape, dtype):
 
 
 def _padding(g, shape, dtype):
-    lengths = torch.randint(1, shape[3] + 1, (*shape[:2], 1, 1), generator=g)
+    lengths = torch.randint(1, max(shape[3], 1) + 1, (*shape[:2], 1, 1), generator=g)
     return (torch.arange(shape[3]) < lengths).expand(shape).clone()
 
 
@@ -182,6 +182,12 @@ def make_mask(recipe, name, sizes, dtype):
     return MASK_STRIDES[strides or "dense"](mask)
 
 
+def placed(t, device):
+    """The same view of a copy of its whole storage on the device: strides and offset kept."""
+    storage = t.new_empty(0, device="cpu").set_(t.untyped_storage())
+    return storage.to(device).as_strided(t.size(), t.stride(), t.storage_offset())
+
+
 # --- memory layouts of (B, H, S, D) ------------------------------------------------------------------------------------
 
 
@@ -298,59 +304,6 @@ DIMS = ((0, 8), (1, 1), (3, 3), (8, 8), (32, 32), (40, 40), (64, 64), (70, 70), 
         (160, 160), (200, 200), (256, 256), (192, 128), (5, 70), (64, 1), (1, 64), (24, 0))
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 1), (8, 2), (7, 1), (8, 1), (6, 3))
 SEQS = ((1, 1), (1, 300), (300, 1), (64, 64), (65, 63), (63, 65), (128, 200), (257, 64), (129, 127), (2, 257), (200, 300))
-
-PAIRWISE_FACTORS = dict(
-    dtype=FLOATS,
-    dim=DIMS,
-    seq_q=LENGTHS[:-1],
-    seq_k=LENGTHS[:-1],
-    band=tuple(BANDS),
-    heads=HEADS,
-    batch=(1, 2),
-    mask=("", "", "random", "random:k", "padding:bk", "causal:qk", "document:bqk", "rows_false:hq", "rows_false:bhqk:transposed",
-          "granules:qk:expanded", "one_key:bhqk:rows", "bias:hqk", "bias:qk", "bias32:bhqk", "bias_inf", "bias_inf:bk",
-          "lowest:bqk", "bias:bhqk:cols", "bias:h", "zeros:qk", "all_false:bq"),
-    layout=(("bhs",) * 3, ("bsh",) * 3, ("packed",) * 3, ("bsh", "bhs", "packed"), ("offset", "expand_batch", "expand_heads"),
-            ("sbh", "every_second_row", "bhs"), ("last_stride_2", "columns", "bhs"), ("expand_seq", "hbs", "columns")),
-    scale=(None, None, 0.3, -0.5, 0.0),
-    grad=("dense", "sum", "transposed", "sliced", "columns"),
-    lse_grad=(False, True),
-)
-
-
-def pairwise(factors, rng):
-    """Rows over the factors such that every pair of levels of two factors occurs; greedy, best of a few candidates."""
-    names = list(factors)
-    sizes = [len(factors[n]) for n in names]
-    pairs = {(i, a, j, b) for i, j in itertools.combinations(range(len(names)), 2)
-             for a in range(sizes[i]) for b in range(sizes[j])}
-
-    def covered(row):
-        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
-
-    while pairs:
-        candidates = []
-        for i, a, j, b in rng.sample(sorted(pairs), min(12, len(pairs))):
-            row = [rng.randrange(size) for size in sizes]
-            row[i], row[j] = a, b
-            candidates.append(row)
-        row = max(candidates, key=lambda r: len(covered(r) & pairs))
-        pairs -= covered(row)
-        yield {name: factors[name][level] for name, level in zip(names, row)}
-
-
-def pairwise_cases():
-    """Pairs of everything. Which rows there are is fixed (their names are); the numbers in them are fresh."""
-    cases = []
-    for i, row in enumerate(pairwise(PAIRWISE_FACTORS, random.Random(2024))):
-        recipe = row["mask"]
-        batch = row["batch"] if row["heads"][0] <= 4 else 1  # the float64 reference is what costs time
-        cases.append(Case(
-            f"pair{i}", batch, row["heads"], (row["seq_q"], row["seq_k"]), row["dim"], row["dtype"], recipe,
-            recipe.startswith(("bias", "lowest", "zeros")) and i % 3 > 0, i % 2 > 0,
-            replace(BANDS[row["band"]], scale=row["scale"]), row["layout"], row["grad"], row["lse_grad"]))
-    return cases
-
 
 # --- named lists ------------------------------------------------------------------------------------------------------
 

@@ -158,6 +158,16 @@ def test_attention_wrong_type(arguments, match):
         torch_flashsdpa.attention(**{**Q, "enable_gqa": True, **arguments})
 
 
+@pytest.mark.parametrize("mask", (t(1, 1, 100, 7, dtype=torch.int64), t(1, 1, 100, 7, dtype=torch.float64), t(1, 1, 99, 7)),
+                         ids=("integers", "float64", "size"))
+def test_a_mask_that_is_refused_is_not_planned_before(mask):
+    """With more than one granule of scores attention() plans a mask; the refusal is the op's all the same, and first."""
+    with torch_flashsdpa.profiler.kernels_run() as kernels:
+        with raises("flashsdpa::forward: attn_mask .*(supported: bool, float32, or the query's float32|does not broadcast)"):
+            torch_flashsdpa.attention(t(2, 4, 100, 8), t(2, 4, 7, 8), t(2, 4, 7, 8), attn_mask=mask)
+    assert not kernels
+
+
 FIVE = dict(query=t(2, 3, 4, 5, 8), key=t(2, 3, 4, 7, 8), value=t(2, 3, 4, 7, 6))
 
 

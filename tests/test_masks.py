@@ -258,3 +258,14 @@ def test_a_mask_that_broadcasts_over_some_batch_axes_goes_to_stock(routed):
             assert (sdpa(q, k, v, attn_mask=mask) - want).abs().max() < 1e-5
         assert "some of the 2 batch axes" in str(torch_flashsdpa.explain(q, k, v, mask, backend="flashsdpa"))
         assert (torch_flashsdpa.attention(q, k, v, attn_mask=mask) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("axes", ("-", "q", "k", "h"))
+def test_a_mask_of_few_numbers_sums_the_gradients_of_many_scores(axes):
+    """Sums of up to 2^20 equal terms: in float32, one after the other, they would be off by 1e-4 of the sum and more."""
+    zeros = torch.zeros(1, 4, 512, 8)
+    mask = torch.zeros([n if letter in axes else 1 for letter, n in zip("bhqk", (1, 4, 512, 509))], requires_grad=True)
+    _, lse = ops().forward(zeros, zeros[:, :, :509], zeros[:, :, :509], attn_mask=mask)
+    (grad,) = torch.autograd.grad(lse, mask, torch.ones_like(lse))
+    want = 4 * 512 / mask.numel()  # the weights of a row sum to 1
+    assert (grad / want - 1).abs().max() < 1e-6

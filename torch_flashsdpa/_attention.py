@@ -82,7 +82,7 @@ def attention(
     mask = None if attn_mask is None else _mask_to_4d(attn_mask, lead)
     if mask is not None and mask_plan is None:
         mask = _unexpanded(mask, _to_4d(query), _to_4d(key))
-        if _pays_to_plan(query, key):
+        if _pays_to_plan(query, key) and _fits(mask, _to_4d(query), _to_4d(key)):
             mask_plan = ops.mask_plan(mask.detach())
     out, lse = ops.forward(
         _to_4d(query),
@@ -195,6 +195,12 @@ def _unexpanded(mask, query, key):
         if mask.stride(axis) == 0 and mask.shape[axis] == size and size > 1:
             mask = mask.narrow(axis, 0, 1)
     return mask
+
+
+def _fits(mask, query, key):
+    """Whether the op will take the mask; one that it refuses is not planned, since a refusal comes before any work."""
+    sizes = (*query.shape[:3], key.shape[2])
+    return mask.dtype in (torch.bool, torch.float32, query.dtype) and all(m in (1, n) for m, n in zip(mask.shape, sizes))
 
 
 def _pays_to_plan(query, key):

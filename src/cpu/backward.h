@@ -237,11 +237,9 @@ void backward_qkv(const BackwardParams& a, const Launch& launch) {
   });
 }
 
-// dst[query * row_stride + key * col_stride] += dS of rows [r0, r1) and keys [j0, j1); a stride of 0 sums over that
-// axis.
+// dst[query * row_stride + key] += dS of rows [r0, r1) and keys [j0, j1).
 template <typename T>
-inline void add_transposed(T* dst, int64_t row_stride, int64_t col_stride, const RowTile& tile, int r0, int r1, int j0,
-                           int j1, const T* dt) {
+inline void add_transposed(T* dst, int64_t row_stride, const RowTile& tile, int r0, int r1, int j0, int j1, const T* dt) {
   for (int r = r0; r < r1; r += 8)
     for (int j = j0; j < j1; j += 8) {
       const int count = std::min(8, j1 - j);
@@ -249,14 +247,36 @@ inline void add_transposed(T* dst, int64_t row_stride, int64_t col_stride, const
       for (int i = 0; i < 8; ++i) block[i] = i < count ? load8(dt + (j + i) * kTileStride + r) : Octet<T>{};
       transpose8(block);
       for (int i = 0; i < 8 && r + i < r1; ++i) {
-        T* row = dst + tile.query[r + i] * row_stride + j * col_stride;
-        if (col_stride == 1 && count == 8) {
+        T* row = dst + tile.query[r + i] * row_stride + j;
+        if (count == 8) {
           store8(row, load8(row) + block[i]);
         } else {
-          for (int c = 0; c < count; ++c) row[c * col_stride] += block[i][c];
+          for (int c = 0; c < count; ++c) row[c] += block[i][c];
         }
       }
     }
+}
+
+// dst[r * row_stride + j * col_stride] += dS of rows [r0, r1) and keys [j0, j1), one of the strides or both being 0. As many
+// terms as there are scores may go into one sum, which in float would stop growing: hence double, from the first on.
+template <typename T>
+inline void add_sums(double* dst, int64_t row_stride, int64_t col_stride, int r0, int r1, int j0, int j1, const T* dt) {
+  double rows[kTile] = {}, lanes[8];
+  for (int j = j0; j < j1; ++j) {
+    const T* column = dt + j * kTileStride;
+    if (col_stride == 0) {
+      for (int r = r0; r < r1; ++r) rows[r] += double(column[r]);
+      continue;
+    }
+    for (double& lane : lanes) lane = 0.0;
+    int r = r0;
+    for (; r + 8 <= r1; r += 8)
+      for (int i = 0; i < 8; ++i) lanes[i] += double(column[r + i]);
+    for (; r < r1; ++r) lanes[0] += double(column[r]);
+    for (const double lane : lanes) dst[j] += lane;
+  }
+  if (col_stride == 0)
+    for (int r = r0; r < r1; ++r) dst[r * row_stride] += rows[r];
 }
 
 // The bias gradient in a pass of its own: an item owns a mask row (or one granule of rows), so the sum over broadcast
@@ -269,14 +289,18 @@ void backward_bias(const BackwardParams& a, const Launch& launch) {
   const int64_t q_tiles = (p.seq_q + kTile - 1) / kTile;
   const int64_t row_items = size[2] == 1 ? 1 : q_tiles, tiles_per_item = size[2] == 1 ? q_tiles : 1;
   const int64_t batches = size[0] == 1 ? p.batch : 1, heads = size[1] == 1 ? p.heads_q : 1;
-  const int64_t row_stride = size[2] == 1 ? 0 : size[3], col_stride = size[3] == 1 ? 0 : 1;
+  const bool summed = size[2] == 1 || size[3] == 1;
+  const int64_t row_stride = size[2] == 1 ? 0 : 1, col_stride = size[3] == 1 ? 0 : 1;  // of an item's sums
+  const int64_t count = summed ? (size[2] == 1 ? 1 : kTile) * size[3] : 0;
 
-  const int64_t bytes = BackwardScratch<Engine>::bytes(p);
+  const int64_t bytes = BackwardScratch<Engine>::bytes(p) + count * int64_t(sizeof(double)) + 64;
   for_each_item(launch.pool, size[0] * size[1] * row_items, worthwhile_workers(p, 2), [&](int64_t item, int) {
     Arena arena(thread_scratch(bytes));
     BackwardScratch<Engine> s(arena, p);
     const int64_t mask_batch = item / row_items / size[1], mask_head = item / row_items % size[1];
     T* plane = static_cast<T*>(a.dmask) + (mask_batch * size[1] + mask_head) * size[2] * size[3];
+    double* sums = arena.take<double>(count);
+    std::fill_n(sums, count, 0.0);
     for (int64_t b = mask_batch; b < mask_batch + batches; ++b)
       for (int64_t h = mask_head; h < mask_head + heads; ++h)
         for (int64_t t = item % row_items; t < item % row_items + tiles_per_item; ++t) {
@@ -285,10 +309,16 @@ void backward_bias(const BackwardParams& a, const Launch& launch) {
           for_each_key_tile(p, tile, [&](int granule, int64_t first_key, int keys) {
             if (!s.recompute(a, tile, granule, first_key, keys)) return;
             s.for_each_block(tile, keys, [&](int r0, int r1, int j0, int j1) {
-              add_transposed(plane + first_key * col_stride, row_stride, col_stride, tile, r0, r1, j0, j1, s.dt);
+              if (summed)
+                add_sums(sums + first_key * col_stride, row_stride, col_stride, r0, r1, j0, j1, s.dt);
+              else
+                add_transposed(plane + first_key, size[3], tile, r0, r1, j0, j1, s.dt);
             });
           });
         }
+    if (!summed) return;
+    const int64_t first = item % row_items * kTile, rows = std::min<int64_t>(kTile, size[2] - first);
+    for (int64_t i = 0; i < rows * size[3]; ++i) plane[first * size[3] + i] = T(sums[i]);
   });
 }
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from cases import BROADCASTS, MASK_KINDS, MASK_STRIDES, dtype_name, make_mask
+from cases import BROADCASTS, MASK_KINDS, MASK_STRIDES, dtype_name, make_mask, placed
 from oracle import INF, SEED, ops
 from reference_plan import GRANULE, reference_plan
 from test_mask_plan import PREDICATES
@@ -30,9 +30,7 @@ def poisoned_outputs():
 
 
 def on_gpu(mask):
-    """The same view of a copy of its whole storage: strides and offset kept."""
-    storage = mask.new_empty(0).set_(mask.untyped_storage())
-    return storage.cuda().as_strided(mask.size(), mask.stride(), mask.storage_offset())
+    return placed(mask, "cuda")
 
 
 def assert_plan(plan, mask):

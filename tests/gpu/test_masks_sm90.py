@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import BANDS, BROADCASTS, MASK_KINDS, MASK_STRIDES, Case, inputs, make_mask
+from cases import BANDS, BROADCASTS, MASK_KINDS, MASK_STRIDES, Case, inputs, make_mask, placed
 from hopper import needs_hopper, on_the_gpu  # noqa: F401
 from oracle import INF, Call, Inputs, check, check_counting, generator, ops, reference
 from test_compile import banded
@@ -17,15 +17,9 @@ HALVES = (torch.bfloat16, torch.float16)
 DIMS = ((64, 64), (33, 20), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 
-def on_gpu(mask):
-    """The same view of a copy of its whole storage: strides and offset kept."""
-    storage = mask.new_empty(0, device="cpu").set_(mask.untyped_storage())
-    return storage.cuda().as_strided(mask.size(), mask.stride(), mask.storage_offset())
-
-
 def make(mask, name, shape, dtype):
     with torch.device("cpu"):
-        return on_gpu(make_mask(mask, name, shape, dtype))
+        return placed(make_mask(mask, name, shape, dtype), "cuda")
 
 
 def hold(name, mask, heads=(4, 2), lengths=(200, 333), dims=(64, 64), dtype=torch.bfloat16, band="full", batch=1):
