@@ -2,10 +2,13 @@
 
 import itertools
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import covering
 import hypothesis
 import matrix
+import matrix_faults
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -14,7 +17,7 @@ from oracle import SEED
 
 import torch_flashsdpa
 
-ARRAYS = 6  # covering arrays of about 360 calls each, every one with pairs in other company and other numbers
+ARRAYS = 5  # covering arrays of about 360 calls each, every one with pairs in other company and other numbers
 DRAWN = 250
 ISAS = ("portable", "avx2", "avx512", "amx")
 
@@ -132,6 +135,21 @@ def test_small_arrays_against_all_rows(seed):
     assert set().union(*map(pairs_of, rows)) == set().union(*map(pairs_of, valid))
 
 
+def test_what_a_device_does_not_serve_is_a_fault_there(monkeypatch):
+    """With the features of a kernel that has few: those options leave the table, and the pairs of the others stay."""
+    features = ["causal", "band", "bool_mask", "bias", "gqa", "deterministic", "bias_grad", "lse_grad", "sinks"]
+    entries = [{"device": "cuda", "pass": name, "dtypes": ["bfloat16", "float16"], "features": features} for name in ("forward", "backward")]
+    monkeypatch.setattr(matrix_faults, "binding", lambda: SimpleNamespace(kernel_table=lambda: entries))
+    options = matrix.options_on.__wrapped__("cuda")
+    lost = {"no_softcap", "no_alibi", "no_dropout", "no_batch_invariant", "no_float32", "no_float64"}
+    assert {name for name in options["fault"] if name.startswith("no_")} == lost
+    assert options["dtype"] == (torch.bfloat16, torch.float16) and options["softcap"] == (0.0,) and options["slopes"] == ("",)
+    assert options["sinks"] == (False, True) and set(matrix.OPTIONS["seq_k"]) < set(options["seq_k"])
+    conflicts = covering.forbidden_pairs(OPTIONS, RULES)
+    pairs = [covering.all_pairs(table | {"fault": ("",)}, conflicts) for table in (OPTIONS, options)]
+    assert len(pairs[0] & pairs[1]) > 0.7 * len(pairs[0])
+
+
 # --- the smallest failing call ----------------------------------------------------------------------------------------
 
 
@@ -179,7 +197,8 @@ def test_hypothesis_makes_a_row_simple():
 def test_a_call_that_is_not_refused_or_refused_with_other_words_is_a_failure(monkeypatch):
     row = SIMPLEST | dict(fault="lengths")
     assert matrix.failure(row) is None
-    monkeypatch.setitem(matrix.FAULTS, "lengths", matrix.FAULTS["head_dim"].__class__("other words", matrix.FAULTS["lengths"].change))
+    fault = matrix.FAULTS["lengths"]
+    monkeypatch.setitem(matrix.FAULTS, "lengths", replace(fault, text="other words"))
     assert "refused, but not for 'other words'" in matrix.failure(row)
-    monkeypatch.setitem(matrix.FAULTS, "lengths", matrix.FAULTS["lengths"].__class__("words", lambda arguments: None))
+    monkeypatch.setitem(matrix.FAULTS, "lengths", replace(fault, change=lambda arguments: None))
     assert "not refused" in matrix.failure(row)
