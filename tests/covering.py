@@ -35,10 +35,7 @@ class Builder:
         """{name: what is left of it beside the item}, for the names that lose values; None where one would lose all."""
         lost = defaultdict(set)
         for name, value in self.conflicts[item]:
-            if name in self.chosen:
-                if self.chosen[name] == value:
-                    return None
-            else:
+            if name not in self.chosen:  # what is chosen has taken its conflicts from what is left
                 lost[name].add(value)
         narrowed = {name: [v for v in self.left[name] if v not in values] for name, values in lost.items()}
         return narrowed if all(narrowed.values()) else None
