@@ -117,25 +117,33 @@ def refused_rows(device, number):
         yield row | {"numbers": number}
 
 
+@functools.cache
+def _draws(device):
+    """[(name, its values, what draws one, the rules about it)]; of sizes, those between the table's too."""
+    draws = []
+    for name, values in options_on(device).items():
+        drawn = st.sampled_from(values)
+        if name in SIZES:
+            drawn = st.one_of(st.integers(1, 256 if name in ("dim", "dim_v") else 140), drawn)
+        draws.append((name, values, drawn, [rule for rule in RULES if name in rule[:2]]))
+    return draws[:-1]  # the last is the fault
+
+
 @st.composite
 def rows(draw, device="cpu"):
     """Rows to be served, with sizes between the table's too; hypothesis makes a failing one simple."""
     row = dict(SIMPLEST, numbers=draw(st.integers(0, 3)))
     settled = {"fault"}
-    for name, values in options_on(device).items():
-        if name == "fault":
-            continue
+    for name, values, drawn, about in _draws(device):
+        settled.add(name)
 
         def fits(value):
             tried = {**row, name: value}
-            return all(fits(tried[a], tried[b]) for a, b, fits in RULES if name in (a, b) and settled | {name} >= {a, b})
+            return all(fits(tried[a], tried[b]) for a, b, fits in about if a in settled and b in settled)
 
         # As many choices are drawn for every row, those that do not fit too: a change of one leaves the others alone.
-        value = draw(st.sampled_from(values))
-        if name in SIZES:
-            value = draw(st.one_of(st.integers(1, 256 if name in ("dim", "dim_v") else 140), st.just(value)))
+        value = draw(drawn)
         row[name] = value if fits(value) else next(filter(fits, values))
-        settled.add(name)
     return row
 
 
