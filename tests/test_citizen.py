@@ -244,8 +244,9 @@ def test_make_fx_sees_our_op():
     torch.testing.assert_close(program(*inputs), sdpa(*inputs))
 
 
+@pytest.mark.parametrize("mask", ("causal", "bool", "bias"))
 @pytest.mark.parametrize("layout", ("bhsd", "bshd"))
-def test_fake_cuda_tensors_on_a_machine_without_a_gpu(layout):
+def test_fake_cuda_tensors_on_a_machine_without_a_gpu(layout, mask):
     """Without a gradient: autograd of any op on a fake CUDA tensor ends the process where torch has no CUDA."""
 
     def make(heads, length):
@@ -255,12 +256,22 @@ def test_fake_cuda_tensors_on_a_machine_without_a_gpu(layout):
 
     with FakeTensorMode():
         q, k, v = make(4, 128), make(2, 300), make(2, 300)
-        out = sdpa(q, k, v, enable_gqa=True, is_causal=True)
+        options = dict(is_causal=True)
+        if mask != "causal":
+            dtype = torch.bool if mask == "bool" else torch.bfloat16
+            options = dict(attn_mask=torch.empty(2, 1, 128, 300, dtype=dtype, device="cuda"))
+        out = sdpa(q, k, v, enable_gqa=True, **options)
         assert (out.device.type, out.dtype, out.shape, out.stride()) == ("cuda", q.dtype, q.shape, q.stride())
-        out, lse = torch.ops.flashsdpa.forward(q, k, v, is_causal=True)
-        grads = torch.ops.flashsdpa.backward(out, None, q, k, v, out, lse, is_causal=True,
-                                             output_mask=[True, True, True, False, False])
+        if mask != "causal":
+            plan = torch.ops.flashsdpa.mask_plan(options["attn_mask"])
+            assert plan.device.type == "cuda" and plan.dtype == torch.int32
+            options["mask_plan"] = plan
+        out, lse = torch.ops.flashsdpa.forward(q, k, v, **options)
+        grads = torch.ops.flashsdpa.backward(out, None, q, k, v, out, lse, **options,
+                                             output_mask=[True, True, True, mask == "bias", False])
     assert [(g.shape, g.stride(), g.device.type) for g in grads[:3]] == [(t.shape, t.stride(), "cuda") for t in (q, k, v)]
+    if mask == "bias":
+        assert (grads[3].shape, grads[3].dtype) == (options["attn_mask"].shape, torch.bfloat16)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -116,6 +116,24 @@ def test_bench_reports_a_wrong_kernel_instead_of_its_time(capsys, tmp_path, monk
     assert "FAILED  D16 full B1 H8 S32 float32 fwd: failed: out is off by" in capsys.readouterr().out
 
 
+def test_host_benchmark_records_calls_and_imports(capsys, tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("host", ROOT / "benchmarks" / "host.py")
+    host = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(host)
+    monkeypatch.setattr(host.torch, "set_num_threads", lambda n: None)
+    monkeypatch.setitem(host.IMPORTS, "import torch_flashsdpa", ("import torch_flashsdpa", 0.0))
+    assert host.main(["--seconds", "0.01", "--processes", "1", "--out", str(tmp_path)]) == 1  # over that limit
+    assert "(at most 0 ms)" in capsys.readouterr().out
+    (record,) = tmp_path.glob("*-cpu-host.json")
+    rows = json.loads(record.read_text())["rows"]
+    calls = [row for row in rows if row["section"] == "host"]
+    assert [row["impl"] for row in calls] == ["stock", "flashsdpa"] * 4 + ["stock", "fallback"] * 2
+    assert all(0 < row["ms_low"] <= row["ms"] for row in rows) and all(row["ratio"] > 0 for row in calls[1::2])
+    imports = {row["case"]: row for row in rows if row["section"] == "import"}
+    assert set(imports) == {*host.IMPORTS, "import torch"}
+    assert imports["import torch"]["ms"] > 10 * imports["import torch, TORCH_FLASHSDPA unset"]["ms"]
+
+
 def test_bench_filter_without_a_match(capsys):
     assert cli.main(["bench", "--only", "no such cell"]) == 1
     assert "holds 'no such cell'" in capsys.readouterr().out

@@ -42,8 +42,10 @@ def test_import_activates_nothing_and_is_cheap(run_python):
         "assert set(sys.modules) - before <= {'torch_flashsdpa'}, set(sys.modules) - before\n"
         "assert not torch_flashsdpa.is_enabled() and not torch_flashsdpa.status()['router']\n"
         "torch_flashsdpa.enable('flashsdpa')\n"
-        "with torch_flashsdpa.sdpa_backend('flashsdpa'): pass\n"
-        "assert 'torch._dynamo' not in sys.modules"
+        "with torch_flashsdpa.sdpa_backend('flashsdpa'): torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3)\n"
+        "heavy = {'torch._dynamo', 'torch._inductor', 'torch.fx.experimental.symbolic_shapes', 'sympy', 'numpy', 'matplotlib'}\n"
+        "new = {m for m in set(sys.modules) - before if not m.startswith('torch_flashsdpa')}\n"
+        "assert not heavy & new and len(new) <= 8, new"
     )
 
 

@@ -90,6 +90,8 @@ def test_torch_func(ours, case, transform):
     inputs = normal(case, (2, 4, 3), (2, 5, 3), (2, 5, 2), (2, 4, 5))
     zeros = torch.zeros(2, 4, 5, dtype=torch.float64)
     inputs[3] = torch.where(inputs[3] < -1.2, -INF, inputs[3]) if transform == "grad" else inputs[3] + zeros
+    if "third" in transform:
+        inputs[3][..., 0] = 1.0  # stock's third derivatives are NaN in a row without a key
     calls = 2 if transform == "vjp" else 1  # one for the shape of its cotangent
     ours(lambda *x: TRANSFORMS[transform](ATTEND[case], x), *inputs, calls=calls, rtol=1e-8 if "third" in transform else 1e-10)
 

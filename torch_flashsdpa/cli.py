@@ -95,7 +95,13 @@ def _demo(options):
 
 def _build(options):
     from . import _build as build
+    from ._loader import load
 
+    if options.where:
+        library = load()
+        print(library.path.parent if library.module else f"torch_flashsdpa: {library.problem}",
+              file=sys.stdout if library.module else sys.stderr)  # fmt: skip
+        return 0 if library.module else 1
     return build.main(["--force"] if options.force else [])
 
 
@@ -132,6 +138,7 @@ def main(arguments=None):
 
     build = commands.add_parser("build", help="build the binding for the installed torch (g++ and ninja, a minute)")
     build.add_argument("--force", action="store_true", help="build even if it is there")
+    build.add_argument("--where", action="store_true", help="print the folder of libflashsdpa_torch.so, for C++ programs, and stop")
     build.set_defaults(run=_build)
 
     options = parser.parse_args(arguments)

@@ -7,21 +7,17 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
-#include <algorithm>
+#include <atomic>
 #include <type_traits>
 
-#include "call.h"
+#include "call_node.h"
 #include "checks.h"
 #include "jvp.h"
 
 namespace flashsdpa {
 
 namespace {
-
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
 
 // torch counts references to nodes by shared_ptr up to 2.11, and later in the node.
 template <class T, class... Args>
@@ -31,8 +27,6 @@ auto make_node(Args&&... args) {
   else
     return c10::make_intrusive<T>(std::forward<Args>(args)...);
 }
-
-OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
 
 bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 OptTensor tangent(const OptTensor& t) {
@@ -53,78 +47,6 @@ bool any_requires_grad(const Ts&... tensors) {
   return at::GradMode::is_enabled() && ((tensors.defined() && tensors.requires_grad()) || ...);
 }
 
-// The tensor options of a call, owned.
-struct TensorOptions {
-  OptTensor attn_mask, mask_plan, rng_state, alibi_slopes, sinks;
-  Options with(const Options& o) const {
-    return with_tensors(o, attn_mask, mask_plan, rng_state, alibi_slopes, sinks);
-  }
-};
-
-// A node that keeps `kOwn` tensors of its own, and the call: query, key, value, out, lse, the options and their tensors.
-template <size_t kOwn>
-class CallNode : public torch::autograd::Node {
- public:
-  explicit CallNode(const Options& o)
-      : options_(with_tensors(o, kNoTensor, kNoTensor, kNoTensor, kNoTensor, kNoTensor)) {}
-
-  // out_is_mine: `out` and `lse` are outputs of this very node.
-  void save(const Call& call, const Tensor& out, const Tensor& lse, bool out_is_mine) {
-    const Options& o = call.options;
-    out_is_mine_ = out_is_mine;
-    const Tensor* const inputs[] = {&call.query, &call.key, &call.value};
-    for (const Tensor* t : inputs) keep(*t);
-    keep(out, out_is_mine);
-    keep(lse, out_is_mine);
-    for (const OptTensor* t : {&o.attn_mask, &o.mask_plan, &o.rng_state, &o.alibi_slopes, &o.sinks})
-      keep(tensor_or_undefined(*t));
-  }
-  void save(const OptTensor& t) { keep(tensor_or_undefined(t)); }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (SavedVariable& t : saved_) t.reset_data();
-  }
-
- protected:
-  struct Unpacked {
-    Tensor query, key, value, out, lse;
-    TensorOptions tensors;
-    std::array<OptTensor, kOwn> own;
-  };
-  Unpacked unpack() {
-    const auto get = [&](size_t i) { return saved_[i].unpack(); };
-    const auto output = [&](size_t i) { return out_is_mine_ ? saved_[i].unpack(this->getptr()) : get(i); };
-    const auto option = [&](size_t i) { return optional(get(i)); };
-    Unpacked u{get(0), get(1), get(2), output(3), output(4), {option(5), option(6), option(7), option(8), option(9)}, {}};
-    for (size_t i = 0; i < kOwn; ++i) u.own[i] = option(10 + i);
-    return u;
-  }
-
-  const Options options_;  // without tensors
-
- private:
-  void keep(const Tensor& t, bool is_output = false) {
-    if (t.defined()) saved_[count_] = SavedVariable(t, is_output);
-    ++count_;
-  }
-
-  std::array<SavedVariable, 10 + kOwn> saved_;
-  size_t count_ = 0;
-  bool out_is_mine_ = false;
-};
-
-template <size_t kCount, class Node>
-std::array<bool, kCount> wanted_of(const Node& node) {
-  std::array<bool, kCount> wanted{};
-  for (size_t i = 0; i < kCount; ++i) wanted[i] = node.task_should_compute_output(i);
-  return wanted;
-}
-
-bool none_defined(const variable_list& grads) {
-  return std::none_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
-}
-
 // Those of the outputs that were asked for; of the others the ops return placeholders.
 template <class Tuple, size_t kCount>
 variable_list chosen(Tuple&& outputs, const std::array<bool, kCount>& wanted) {
@@ -135,16 +57,13 @@ variable_list chosen(Tuple&& outputs, const std::array<bool, kCount>& wanted) {
 }
 
 // Edges: query, key, value, attn_mask, sinks.
-struct ForwardNode final : CallNode<0> {
+struct ForwardNode final : CallNode<ForwardNode, 0, 5> {
   using CallNode::CallNode;
-  std::string name() const override { return "FlashsdpaForwardBackward"; }
-  variable_list apply(variable_list&& grads) override {
-    if (none_defined(grads)) return variable_list(5);
-    std::lock_guard<std::mutex> lock(mutex_);
-    const Unpacked u = unpack();
-    const Options options = u.tensors.with(options_);
-    const auto wanted = wanted_of<5>(*this);
-    return chosen(call_backward(optional(grads[0]), optional(grads[1]), {u.query, u.key, u.value, options}, u.out, u.lse,
+  static constexpr const char* kName = "FlashsdpaForwardBackward";
+  static constexpr bool kTraceable = true;
+  static variable_list gradients(const variable_list& grads, const Saved& s, const Wanted& wanted) {
+    const Options options = s.options();
+    return chosen(call_backward(optional(grads[0]), optional(grads[1]), {s.query, s.key, s.value, options}, s.out, s.lse,
                                 wanted),
                   wanted);
   }
@@ -152,37 +71,33 @@ struct ForwardNode final : CallNode<0> {
 
 // Edges: grad_out, grad_lse, query, key, value, attn_mask, sinks; jvp.cpp says why its tangents are their gradients. None to
 // out and lse, which are functions of query, key, ...: their share is in the gradients of those.
-struct BackwardNode final : CallNode<2> {
+struct BackwardNode final : CallNode<BackwardNode, 2, 7> {
   using CallNode::CallNode;
-  std::string name() const override { return "FlashsdpaBackwardBackward"; }
-  variable_list apply(variable_list&& grads) override {
-    if (none_defined(grads)) return variable_list(7);
-    std::lock_guard<std::mutex> lock(mutex_);
-    const Unpacked u = unpack();
-    const Options options = u.tensors.with(options_);
+  static constexpr const char* kName = "FlashsdpaBackwardBackward";
+  static constexpr bool kTraceable = true;
+  static variable_list gradients(const variable_list& grads, const Saved& s, const Wanted& wanted) {
+    const Options options = s.options();
     const OptTensor query = optional(grads[0]), key = optional(grads[1]), value = optional(grads[2]),
                     attn_mask = optional(grads[3]), sinks = optional(grads[4]);
     const Tangents along{.query = query, .key = key, .value = value, .attn_mask = attn_mask, .sinks = sinks};
-    const auto wanted = wanted_of<7>(*this);
-    return chosen(call_jvp(u.own[0], u.own[1], {u.query, u.key, u.value, options}, u.out, u.lse, along, wanted), wanted);
+    return chosen(call_jvp(s.own[0], s.own[1], {s.query, s.key, s.value, options}, s.out, s.lse, along, wanted), wanted);
   }
 };
+
+std::atomic<GilReleaser> gil_releaser{[](const std::function<void()>& f) { f(); }};
 
 // The differentiable inputs of jvp, in the order of its edges.
 constexpr size_t kJvpInputs = 16;
 
 // Derivatives of jvp: the composite once more, this time recorded. What is kept until then is linear in the lengths.
-struct JvpNode final : CallNode<9> {
-  JvpNode(const Options& o, std::array<bool, 7> outputs) : CallNode(o), outputs_(outputs) {}
-  std::string name() const override { return "FlashsdpaJvpBackward"; }
-  variable_list apply(variable_list&& grads) override {
-    if (none_defined(grads)) return variable_list(kJvpInputs);
-    std::lock_guard<std::mutex> lock(mutex_);
-    Unpacked u = unpack();
+struct JvpNode final : CallNode<JvpNode, 9, kJvpInputs> {
+  using CallNode::CallNode;
+  static constexpr const char* kName = "FlashsdpaJvpBackward";
+  static constexpr bool kTraceable = false;  // it records and differentiates a graph of its own
+  static variable_list gradients(const variable_list& grads, Saved s, const Wanted& wanted) {
     bool again = false;  // whether a derivative of the result can be asked for
     const bool allowed = at::GradMode::is_enabled();
     at::AutoGradMode recording(true);
-    const auto wanted = wanted_of<kJvpInputs>(*this);
     variable_list leaves;
     size_t edge = 0;
     const auto leaf = [&](Tensor& t) {
@@ -200,33 +115,34 @@ struct JvpNode final : CallNode<9> {
       else
         ++edge;
     };
-    for (Tensor* t : {&u.query, &u.key, &u.value, &u.out, &u.lse}) leaf(*t);
-    optional_leaf(u.tensors.attn_mask);
-    optional_leaf(u.tensors.sinks);
-    for (OptTensor& t : u.own) optional_leaf(t);
-    const Options options = u.tensors.with(options_);
-    const auto& [grad_out, grad_lse, t0, t1, t2, t3, t4, t5, t6] = u.own;
-    const auto results = chosen(jvp_composite(grad_out, grad_lse, {u.query, u.key, u.value, options}, u.out, u.lse,
-                                              {t0, t1, t2, t3, t4, t5, t6}, outputs_),
-                                outputs_);
+    for (Tensor* t : {&s.query, &s.key, &s.value, &s.out, &s.lse}) leaf(*t);
+    optional_leaf(s.tensors.attn_mask);
+    optional_leaf(s.tensors.sinks);
+    for (OptTensor& t : s.own) optional_leaf(t);
+    const Options options = s.options();
+    const auto& [grad_out, grad_lse, t0, t1, t2, t3, t4, t5, t6] = s.own;
+    std::array<bool, 7> asked;
+    for (size_t i = 0; i < asked.size(); ++i) asked[i] = grads[i].defined();
+    const auto results = chosen(jvp_composite(grad_out, grad_lse, {s.query, s.key, s.value, options}, s.out, s.lse,
+                                              {t0, t1, t2, t3, t4, t5, t6}, asked),
+                                asked);
     variable_list outputs, cotangents;
     for (size_t i = 0; i < results.size(); ++i) {
-      if (!grads[i].defined() || !results[i].defined() || !results[i].requires_grad()) continue;
+      if (!results[i].defined() || !results[i].requires_grad()) continue;
       outputs.push_back(results[i]);
       cotangents.push_back(grads[i]);
     }
     variable_list found(leaves.size());
     if (!outputs.empty() && !leaves.empty())
-      found = torch::autograd::grad(outputs, leaves, cotangents, /*retain_graph=*/std::nullopt, /*create_graph=*/again,
-                                    /*allow_unused=*/true);
+      gil_releaser.load()([&] {
+        found = torch::autograd::grad(outputs, leaves, cotangents, /*retain_graph=*/std::nullopt, /*create_graph=*/again,
+                                      /*allow_unused=*/true);
+      });
     variable_list gradients(kJvpInputs);
     for (size_t i = 0, next = 0; i < kJvpInputs; ++i)
       if (wanted[i]) gradients[i] = found[next++];
     return gradients;
   }
-
- private:
-  const std::array<bool, 7> outputs_;
 };
 
 void check_outputs_alone(const char* op, bool differentiated) {
@@ -236,6 +152,8 @@ void check_outputs_alone(const char* op, bool differentiated) {
 }
 
 }  // namespace
+
+void set_gil_releaser(GilReleaser releaser) { gil_releaser.store(releaser); }
 
 ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
   const Options options{FLASHSDPA_OPTION_NAMES};
@@ -361,9 +279,9 @@ JvpResult jvp_autograd(FLASHSDPA_JVP_PARAMS) {
     return jvp_composite(grad_out, grad_lse, call, out, lse, along, output_mask);
   }
   const bool grad = with_inputs([](const auto&... t) { return any_requires_grad(t...); });
-  decltype(make_node<JvpNode>(options, output_mask)) node;
+  decltype(make_node<JvpNode>(options)) node;
   if (grad) {
-    node = make_node<JvpNode>(options, output_mask);
+    node = make_node<JvpNode>(options);
     node->set_next_edges(
         with_inputs([](const auto&... t) { return torch::autograd::collect_next_edges(t...); }));
     node->save(call, out, lse, /*out_is_mine=*/false);

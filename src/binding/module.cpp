@@ -13,6 +13,7 @@
 #include "auto_table.h"
 #include "batching.h"
 #include "execute.h"
+#include "jvp.h"
 #include "report.h"
 #include "router.h"
 #include "selection.h"
@@ -70,6 +71,12 @@ int64_t current_level() {
   py::gil_scoped_acquire gil;
   static auto* level = new py::object(py::module_::import("torch").attr("_C").attr("_functorch").attr("maybe_current_level"));
   return (*level)().cast<int64_t>();
+}
+
+void without_gil(const std::function<void()>& f) {
+  if (!PyGILState_Check()) return f();
+  py::gil_scoped_release released;
+  f();
 }
 
 py::object size_object(const c10::SymInt& size) {
@@ -227,6 +234,7 @@ py::dict cpu_features() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The binding of torch_flashsdpa: router, selection, report. See torch_flashsdpa for the public functions.";
   set_level_reader(&current_level);
+  set_gil_releaser(&without_gil);
   m.def("install_router", &install_router, "Intercept aten::scaled_dot_product_attention. Idempotent.");
   m.def("remove_router", &remove_router, "Give aten::scaled_dot_product_attention back to torch. Idempotent.");
   m.def("router_installed", &router_installed);
