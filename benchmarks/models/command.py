@@ -2,9 +2,9 @@
 
     python benchmarks/models [--mode eager,compiled] [--only TEXT ...] [--rounds N] [--budget SECONDS] [--size small|full]
 
-Correct first: outputs, or loss and gradients, are held against the same step in a wider dtype. Then the two take turns. MFU is the
-step's model FLOP over those of a matrix product, both measured here. Writes DIR/<date>-<machine>-<NAME>.json after each case.
-Models come from transformers and timm with random weights, MiniLM with its own; nothing is downloaded.
+Correct first: outputs, or loss and gradients, are held against the same step in a wider dtype. Then the two take turns. MFU is
+the step's model FLOP per second over those of a matrix product measured here. Writes DIR/<date>-<machine>-<NAME>.json after each
+case. Models come from transformers and timm with random weights, MiniLM with its own; nothing is downloaded.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from .runs import MODES, Bench
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 NEVER_SLOWER = 0.03  # what the upper bound of a slowdown has to stay below
-COLUMNS = ("case", "mode", "stock ms", "ours ms", "speed-up", "at least", "MFU", "peak MiB", "attention", "error", "routed", "stock ran")
+COLUMNS = ("case", "mode", "stock ms", "ours ms", "speed-up", "at least", "MFU", "peak MiB", "attention", "error", "routed",
+           "stock ran")  # fmt: skip
 
 
 def arguments(given):
@@ -65,15 +66,16 @@ def lines_of(rows):
     stocks = {(row["case"], row["mode"]): row for row in rows if row["impl"] == "stock"}
     for ours in (row for row in rows if row["impl"] == "flashsdpa"):
         stock = stocks.get((ours["case"], ours["mode"]))
+        if stock is not None:
+            errors, routed = f"{stock['error']:.1e} / {ours['error']:.1e}", f"{ours['routed']}/{ours['sdpa_calls']}"
         if "ms" not in ours:
-            errors = f"error {stock['error']:.1e} / {ours['error']:.1e}, routed {ours['routed']}/{ours['sdpa_calls']}" if stock else ""
-            yield (ours["case"], ours["mode"], ours.get("note", errors))
+            yield (ours["case"], ours["mode"], ours.get("note") or f"error {errors}, routed {routed}")
             continue
         yield (ours["case"], ours["mode"], f"{stock['ms']:.2f}", f"{ours['ms']:.2f}", f"{ours['speedup']:.3f}",
                f"{ours['speedup_lower_95']:.3f}", f"{stock['mfu']:.1%} -> {ours['mfu']:.1%}",
                f"{stock['peak_mib'] or 0:.0f} -> {ours['peak_mib'] or 0:.0f}",
                f"{stock['attention_share']:.0%} -> {ours['attention_share']:.0%}",
-               f"{stock['error']:.1e} / {ours['error']:.1e}", f"{ours['routed']}/{ours['sdpa_calls']}", stock["stock_backend"])  # fmt: skip
+               errors, routed, stock["stock_backend"])  # fmt: skip
 
 
 def verdict(rows):

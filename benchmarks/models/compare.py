@@ -45,8 +45,8 @@ def relative(got, exact):
 
 
 def worst_gradient(got, exact):
-    """(relative error, parameter) of the gradient that is furthest off. Left out are those that are 0 but for rounding, as keys'
-    biases have: softmax does not see them."""
+    """(relative error, parameter) of the gradient that is furthest off. Left out are those that are 0 but for rounding: softmax
+    does not see the bias of keys."""
     squares = {name: gradient.square().mean().item() for name, gradient in exact.items()}
     typical = sum(squares[name] * exact[name].numel() for name in exact) / sum(g.numel() for g in exact.values())
     worst = (0.0, None)
@@ -58,7 +58,7 @@ def worst_gradient(got, exact):
 
 
 def errors(got, exact):
-    """{"result": relative error of outputs or loss, "gradient": of the worst gradient, in training}; inf where one is not finite."""
+    """{"result": relative error of outputs or loss} and, in training, "gradient" and "worst_parameter"; not finite: inf."""
     error = relative(got.result, exact.result)
     found = {"result": error if math.isfinite(error) else math.inf}
     if exact.gradients:
@@ -67,8 +67,8 @@ def errors(got, exact):
 
 
 def limits(stock, dtype):
-    """{"result" and, in training, "gradient": what an error may be}: twice stock's and four rounding steps of the dtype, but never
-    more than the fourth root of such a step, beyond which stock's own result is wrong and no yardstick."""
+    """{"result" and, in training, "gradient": what an error may be}: twice stock's and four rounding steps of the dtype, but
+    never more than the fourth root of such a step, beyond which stock's own result is wrong and no yardstick."""
     eps = torch.finfo(dtype).eps
     return {name: min(2 * stock[name] + 4 * eps, eps ** (1 / 4)) for name in ("result", "gradient") if name in stock}
 

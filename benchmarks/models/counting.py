@@ -37,8 +37,8 @@ class WithoutAttention(TorchFunctionMode):
 
 
 def count(case, module, inputs):
-    """(FLOP of a step, calls of attention in its forward). Model FLOP, as utilisation is counted in: a backward is twice its
-    forward, the scores that attention's backward computes once more not counted, padding counted in matrix products alone."""
+    """(FLOP of a step, calls of attention in its forward). Model FLOP: attention's backward is
+    twice its forward, without the scores that it computes once more; padding counts in the matrix products alone."""
     module.zero_grad(set_to_none=True)
     with FlopCounterMode(display=False) as products, WithoutAttention() as attention, torch.set_grad_enabled(case.train):
         result = case.result(module, **inputs)

@@ -9,7 +9,8 @@ from .case import Case, Model, real_tokens, transformers_model
 IGNORED = -100  # as a label: no part of the loss
 CONFIG = {
     "full": {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-             "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+             "num_attention_heads": 32, "num_key_value_heads": 8,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "small": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2},
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""The attention blocks of a latent-diffusion UNet at its three resolutions: self-attention, then cross-attention to a text. They
-are written here, since the packages that have them are large; the calls are those of Stable Diffusion 1.5."""
+"""The attention blocks of a latent-diffusion UNet at its three resolutions: self-attention, then cross-attention to a text.
+Written here, since the packages that have them are large; the calls are those of Stable Diffusion 1.5."""
 
 from functools import partial
 

@@ -41,8 +41,9 @@ def t5_inputs(size):
     batch, source, target = T5_SHAPES[size]
     vocabulary = T5_CONFIG[size]["vocab_size"]
     labels = torch.randint(1, vocabulary, (batch, target))
-    return {"input_ids": torch.randint(1, vocabulary, (batch, source)), "labels": targets(labels, real_tokens(batch, target, "right")),
-            "attention_mask": real_tokens(batch, source, "right").long()}  # fmt: skip
+    return {"input_ids": torch.randint(1, vocabulary, (batch, source)),
+            "attention_mask": real_tokens(batch, source, "right").long(),
+            "labels": targets(labels, real_tokens(batch, target, "right"))}  # fmt: skip
 
 
 def make_whisper(size):

@@ -19,15 +19,15 @@ RECOMPILATIONS = 64  # every length, mask and selection makes one of a block's c
 
 
 def contexts(mode, backend):
-    """{implementation: the context in which its steps run}. Eagerly our router is taken out for stock; compiled code is guarded on
-    the selection, so there stock is selected."""
+    """{implementation: the context in which its steps run}. Eagerly our router is taken out for stock; compiled code is guarded
+    on the selection, so there stock is selected."""
     stock = measure.stock if mode == "eager" else functools.partial(selection.sdpa_backend, "stock")
     return {"stock": stock, "flashsdpa": functools.partial(selection.sdpa_backend, backend)}
 
 
 @contextlib.contextmanager
 def in_mode(mode, case, module, compiler):
-    """The case as the mode runs it: "compiled", each block of the module by itself; "compiled-whole", all that makes the result."""
+    """The case as the mode runs it. "compiled": each block of the module by itself; "compiled-whole": all of the result."""
     if mode == "eager":
         yield case
         return
@@ -87,7 +87,7 @@ class Bench:
         return module.train(case.train), inputs, library
 
     def measure(self, case, modes):
-        """The rows of a case: for each mode stock's, then ours. What fails is a row too, without a time, the reason in `note`."""
+        """The rows of a case: for each mode stock's, then ours. What fails is a row too, with the reason and without a time."""
         row = {"group": "models", "case": case.name, "size": self.size, "dtype": str(self.dtype).removeprefix("torch."),
                "pass": case.pass_name}  # fmt: skip
         if missing := case.model.missing():

@@ -14,8 +14,8 @@ ATTENTION = re.compile(r"aten::_scaled_dot_product_\w+|flashsdpa::\w+")
 
 
 class Step:
-    """One step of a case: the forward, and in training loss, backward and AdamW with a learning rate of 0, which does all of its
-    work and leaves the weights as they are."""
+    """One step of a case: the forward, and in training loss, backward and AdamW with a learning rate of 0, which does all of
+    its work and leaves the weights as they are."""
 
     def __init__(self, case, module, inputs):
         self.case, self.module, self.inputs = case, module, inputs
@@ -70,8 +70,8 @@ def peak_mib(step, device):
 
 
 def attention_seen(step, device):
-    """What torch's profiler saw of the attention in one step: {"stock_backend": stock's operators and how often, "kernels": ours,
-    "attention_share": of the time of all operators, on a GPU of all its kernels}."""
+    """What torch's profiler saw of the attention in one step: {"stock_backend": stock's operators and how often, "kernels":
+    ours, "attention_share": of the time of all operators, on a GPU of all its kernels}."""
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profile:

@@ -1,6 +1,5 @@
 """Encoders of images: ViT-L, timm's where that is installed, else transformers'; Swin-B with its biased, masked windows."""
 
-import importlib.util
 from functools import partial
 
 import torch
@@ -20,15 +19,16 @@ CLASSES = 1000
 
 def make_vit(size):
     shape = VIT[size]
-    if importlib.util.find_spec("timm") is None:
+    try:
+        import timm
+    except ImportError:
         import transformers
 
         config = transformers.ViTConfig(**shape, patch_size=16, num_labels=CLASSES)
         return transformers_model(transformers.ViTForImageClassification, config)
-    import timm
-
     module = timm.create_model("vit_large_patch16_224", img_size=shape["image_size"], embed_dim=shape["hidden_size"],
-                               depth=shape["num_hidden_layers"], num_heads=shape["num_attention_heads"], num_classes=CLASSES)  # fmt: skip
+                               depth=shape["num_hidden_layers"], num_heads=shape["num_attention_heads"],
+                               num_classes=CLASSES)  # fmt: skip
     return with_random_weights(module), f"timm {timm.__version__}"
 
 
