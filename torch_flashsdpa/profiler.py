@@ -15,6 +15,22 @@ class KernelsRun(collections.Counter):
         return sum(count for name, count in self.items() if name.startswith(prefix))
 
 
+def kernels_in(profile):
+    """A KernelsRun of what a finished torch.profiler.profile recorded, of CPU and, where there is a GPU, CUDA activity."""
+    from torch.autograd import DeviceType
+
+    kernels = KernelsRun()
+    for event in profile.events():
+        name = _NAME.search(event.name)
+        if name is None:
+            continue
+        # A CUDA kernel's name may also be on the host's span around its launch: only the device counts.
+        on_host = event.device_type == DeviceType.CPU
+        if on_host == ("_cpu" in name[0]):
+            kernels[name[0]] += 1
+    return kernels
+
+
 @contextlib.contextmanager
 def kernels_run():
     """Profile the block; afterwards the yielded KernelsRun counts the flashsdpa_* kernels that ran in it.
@@ -24,7 +40,6 @@ def kernels_run():
         print(kernels)  # {'flashsdpa_fwd_cpu_avx2': 6}
     """
     import torch
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
@@ -35,14 +50,7 @@ def kernels_run():
         yield kernels
         if len(activities) > 1:
             torch.cuda.synchronize()  # kernels still running would be missing from the record
-    for event in recorded.events():
-        name = _NAME.search(event.name)
-        if name is None:
-            continue
-        # A CUDA kernel's name may also be on the host's span around its launch: only the device counts.
-        on_host = event.device_type == DeviceType.CPU
-        if on_host == ("_cpu" in name[0]):
-            kernels[name[0]] += 1
+    kernels.update(kernels_in(recorded))
 
 
 @contextlib.contextmanager

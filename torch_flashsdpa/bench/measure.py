@@ -1,5 +1,6 @@
 """Checking and measuring one case. A wrong kernel has no time: the check comes first, on the inputs that are timed."""
 
+import collections
 import contextlib
 import ctypes
 import math
@@ -154,15 +155,23 @@ def check(inputs, grad_out):
     return worst
 
 
+_BACKEND = re.compile(r"aten::_scaled_dot_product_(?:attention_)?(\w+)")
+
+
+def backends(profile):
+    """Which backends stock's calls took in a finished torch.profiler.profile, by their operators: a Counter such as
+    {"cudnn_attention": 16}."""
+    found = (_BACKEND.fullmatch(event.name) for event in profile.events())
+    return collections.Counter(match[1] for match in found if match and "backward" not in match[1])
+
+
 def kernels(inputs, grad_out):
     """(our kernels, stock's backend) for the case, as the profiler saw them."""
     with ours(), profiler.kernels_run() as mine:
         run_once(inputs, grad_out)
     with stock(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         run_once(inputs, grad_out)
-    found = (re.fullmatch(r"aten::_scaled_dot_product_(?:attention_)?(\w+?)", event.name) for event in recorded.events())
-    backends = sorted({match[1] for match in found if match and "backward" not in match[1]})
-    return sorted(mine), ", ".join(backends)
+    return sorted(mine), ", ".join(sorted(backends(recorded)))
 
 
 def _seconds(inputs, grad_out, calls):

@@ -1,0 +1,1 @@
+"""Whole models, stock attention against ours: `python benchmarks/models`, see __main__.py."""
