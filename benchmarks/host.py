@@ -59,8 +59,8 @@ def measure_call(name, grad, seconds):
 
 def measure_imports(processes):
     """A row for each of IMPORTS, and one for `import torch` itself."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]),
-                   "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # fmt: skip
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environment.pop("TORCH_FLASHSDPA", None)
     timed = "import time; {before}; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
     codes = {name: timed.format(before="import torch", statement=statement) for name, (statement, _) in IMPORTS.items()}
@@ -68,7 +68,8 @@ def measure_imports(processes):
     samples = {name: [] for name in codes}
     for _ in range(processes):
         for name, code in codes.items():
-            done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+            # -P: the package of this process, not what lies in the current folder.
+            done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
             samples[name].append(float(done.stdout) * 1e3)
     return [{"group": "cpu", "section": "import", "case": name, "impl": "torch" if name == "import torch" else "flashsdpa",
              "ms": statistics.median(ms), "ms_low": min(ms), "limit_ms": IMPORTS.get(name, (None, None))[1]}
