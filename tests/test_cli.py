@@ -127,7 +127,8 @@ def test_host_benchmark_records_calls_and_imports(capsys, tmp_path, monkeypatch)
     (record,) = tmp_path.glob("*-cpu-host.json")
     rows = json.loads(record.read_text())["rows"]
     calls = [row for row in rows if row["section"] == "host"]
-    assert [row["impl"] for row in calls] == ["stock", "flashsdpa"] * 4 + ["stock", "fallback"] * 2
+    assert [row["impl"] for row in calls] == ["stock", "flashsdpa"] * 6
+    assert [row.get("note") for row in calls[1::2]] == [None] * 4 + ["left to stock by our router"] * 2
     assert all(0 < row["ms_low"] <= row["ms"] for row in rows) and all(row["ratio"] > 0 for row in calls[1::2])
     imports = {row["case"]: row for row in rows if row["section"] == "import"}
     assert set(imports) == {*host.IMPORTS, "import torch"}
