@@ -344,6 +344,15 @@ def failure(row, device="cpu"):
     return None
 
 
+def hold_all(rows, device="cpu"):
+    """How many rows there are; fails at the first that does not hold, with its report."""
+    count = 0
+    for count, row in enumerate(rows, 1):
+        problem = failure(row, device)
+        assert problem is None, report(row, device, problem)
+    return count
+
+
 def cost(name, value):
     """How far a value is from the simplest: for sizes the size, 0 being the largest."""
     if name == "numbers":

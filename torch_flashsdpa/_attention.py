@@ -80,14 +80,16 @@ def attention(
     if attn_mask is not None and attn_mask.dim() > query.dim():
         raise RuntimeError(f"attn_mask has {attn_mask.dim()} axes, query {query.dim()}; give at most the query's")
     mask = None if attn_mask is None else _mask_to_4d(attn_mask, lead)
+    q, k, v = _to_4d(query), _to_4d(key), _to_4d(value)
     if mask is not None and mask_plan is None:
-        mask = _unexpanded(mask, _to_4d(query), _to_4d(key))
-        if _pays_to_plan(query, key) and _fits(mask, _to_4d(query), _to_4d(key)):
+        scores = (*q.shape[:3], k.shape[2])
+        mask = _unexpanded(mask, scores)
+        if _pays_to_plan(query, key) and _fits(mask, scores, query.dtype):
             mask_plan = ops.mask_plan(mask.detach())
     out, lse = ops.forward(
-        _to_4d(query),
-        _to_4d(key),
-        _to_4d(value),
+        q,
+        k,
+        v,
         attn_mask=mask,
         mask_plan=mask_plan,
         rng_state=ops.rng_state(device=query.device) if dropout_p > 0.0 else None,
@@ -186,21 +188,21 @@ def _mask_to_4d(mask, lead):
     return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
 
 
-def _unexpanded(mask, query, key):
-    """`mask` with size 1 on axes that are expanded, so that its plan is not. As it is where its gradient is wanted, or may
-    be by an outer transform of torch.func, which does not show here."""
+def _unexpanded(mask, scores):
+    """`mask` with size 1 on axes that are expanded to the size of the scores, so that its plan is not. As it is where its
+    gradient is wanted, or may be by an outer transform of torch.func, which does not show here."""
     if mask.requires_grad or (mask.is_floating_point() and in_transform()):
         return mask
-    for axis, size in enumerate((*query.shape[:3], key.shape[2])):
+    for axis, size in enumerate(scores):
         if mask.stride(axis) == 0 and mask.shape[axis] == size and size > 1:
             mask = mask.narrow(axis, 0, 1)
     return mask
 
 
-def _fits(mask, query, key):
-    """Whether the op will take the mask; one that it refuses is not planned, since a refusal comes before any work."""
-    sizes = (*query.shape[:3], key.shape[2])
-    return mask.dtype in (torch.bool, torch.float32, query.dtype) and all(m in (1, n) for m, n in zip(mask.shape, sizes))
+def _fits(mask, scores, dtype):
+    """Whether the op will take the mask for scores of this size and a query of this dtype; one that it refuses is not
+    planned, since a refusal comes before any work."""
+    return mask.dtype in (torch.bool, torch.float32, dtype) and all(m in (1, n) for m, n in zip(mask.shape, scores))
 
 
 def _pays_to_plan(query, key):

@@ -9,23 +9,14 @@ pytestmark = needs_hopper
 SERVED = 0.7  # at least this share of the pairs that the CPU serves
 
 
-def hold_all(rows):
-    count = 0
-    for count, row in enumerate(rows, 1):
-        problem = matrix.failure(row, "cuda")
-        if problem:
-            pytest.fail(matrix.report(row, "cuda", problem))
-    return count
-
-
 @pytest.mark.parametrize("number", range(2))
 def test_every_pair_of_options(number):
-    assert hold_all(matrix.served_rows("cuda", number)) > 200
+    assert matrix.hold_all(matrix.served_rows("cuda", number), "cuda") > 200
 
 
 def test_every_fault_beside_every_option():
     """Those of the CPU, and what only the CPU serves."""
-    assert hold_all(matrix.refused_rows("cuda", 0)) > 200
+    assert matrix.hold_all(matrix.refused_rows("cuda", 0), "cuda") > 200
 
 
 def test_most_pairs_are_served():

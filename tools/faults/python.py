@@ -93,7 +93,7 @@ FAULTS = [
           "row, changed = found, True\n", "row = found\n",
           "tests/test_matrix.py::test_a_failing_row_becomes_the_smallest_failing_call"),
     Fault("a mask that is refused is planned first", "torch_flashsdpa/_attention.py",
-          "if _pays_to_plan(query, key) and _fits(mask, _to_4d(query), _to_4d(key)):", "if _pays_to_plan(query, key):",
+          "if _pays_to_plan(query, key) and _fits(mask, scores, query.dtype):", "if _pays_to_plan(query, key):",
           "tests/test_errors.py::test_a_mask_that_is_refused_is_not_planned_before"),
     Fault("grouped heads without the flag", "torch_flashsdpa/_attention.py",
           "query.shape[-3] != key.shape[-3] and not enable_gqa", "False and not enable_gqa",
