@@ -105,24 +105,38 @@ def test_a_model_that_fails_is_a_row(bench):
     assert [row["note"] for row in rows] == ["not run: needs no_such_package"] * 2
 
 
-def test_limits_are_of_the_stock_error():
-    eps = torch.finfo(torch.bfloat16).eps
-    assert compare.limits({"result": 0.01}, torch.bfloat16) == {"result": 0.02 + 4 * eps}
-    broken = {"result": torch.inf, "gradient": 0.0}
-    assert compare.limits(broken, torch.bfloat16) == {"result": eps ** (1 / 4), "gradient": 4 * eps}
-    assert compare.beyond({"result": torch.nan}, {"result": 1.0})
+EPS = torch.finfo(torch.bfloat16).eps
+MOST = EPS ** (1 / 4)
 
 
-def test_the_worst_gradient_is_found_and_those_that_vanish_are_not():
+@pytest.mark.parametrize("stock, ours, right", [
+    ((0.01, 0.01, {"w": 0.01}), (0.02 + 3.9 * EPS,) * 2 + ({"w": 0.01},), True),
+    ((0.01, 0.01, {"w": 0.01}), (0.02 + 4.1 * EPS, 0.01, {"w": 0.01}), False),
+    ((0.01, 0.01, {"w": 0.01}), (0.01, 0.02 + 4.1 * EPS, {"w": 0.01}), False),
+    ((torch.inf, 0.0, {"w": 0.0}), (1.01 * MOST, 0.0, {"w": 0.0}), False),
+    ((0.01, 0.01, {"w": 0.01}), (torch.nan, 0.01, {"w": 0.01}), False),
+    # The worst parameter of stock counts for all, but not one that it has computed badly.
+    ((0.01, 0.01, {"w": 0.1, "q": 0.01}), (0.01, 0.01, {"w": 0.1, "q": 0.2}), True),
+    ((0.01, 0.01, {"w": 0.1, "q": 1.2}), (0.01, 0.01, {"w": 0.3, "q": 1.1}), False),
+    ((0.01, 0.01, {"w": 0.1, "q": 1.2}), (0.01, 0.01, {"w": 0.1, "q": 2.3}), True),
+    ((0.01, 0.01, {"w": 0.1, "q": 1.2}), (0.01, 0.01, {"w": 0.1, "q": 2.5}), False),
+    ((0.01, 0.01, {"w": 0.1, "q": torch.inf}), (0.01, 0.01, {"w": 0.1, "q": 0.3}), False),
+])  # fmt: skip
+def test_limits_are_of_the_stock_error(stock, ours, right):
+    assert (compare.beyond(compare.Errors(*ours), compare.Errors(*stock), torch.bfloat16) is None) == right
+
+
+def test_errors_of_gradients_leave_out_those_that_vanish():
     exact = {"weight": torch.randn(8, 8), "bias": torch.randn(8) * 1e-7}
     got = {"weight": exact["weight"].clone(), "bias": torch.randn(8) * 1e-7}
-    assert compare.worst_gradient(got, exact) == (0.0, None)
+    assert compare.gradient_errors(got, exact) == {"weight": 0.0}
     got["weight"][3, 3] += 0.1
-    error, name = compare.worst_gradient(got, exact)
-    assert name == "weight" and error == pytest.approx(0.1 / exact["weight"].norm().item(), rel=1e-4)
-    assert compare.worst_gradient({"bias": got["bias"]}, exact) == (torch.inf, "weight")
+    expected = pytest.approx(0.1 / exact["weight"].norm().item(), rel=1e-4)
+    assert compare.gradient_errors(got, exact) == {"weight": expected} and compare.total_error(got, exact) == expected
+    assert compare.gradient_errors({"bias": got["bias"]}, exact) == {"weight": torch.inf}
+    assert compare.total_error({"bias": got["bias"]}, exact) == torch.inf
     got["weight"][0, 0] = torch.nan
-    assert compare.worst_gradient(got, exact) == (torch.inf, "weight")
+    assert compare.gradient_errors(got, exact) == {"weight": torch.inf} and compare.total_error(got, exact) == torch.inf
 
 
 def test_batches_of_the_decoder():

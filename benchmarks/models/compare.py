@@ -34,49 +34,75 @@ def in_dtype(inputs, dtype):
 
 
 def reference(case, module, inputs, dtype):
-    """The step's outcome with the same weights and inputs in the wider dtype."""
+    """The step's outcome with the same weights and inputs in the wider dtype. In training blocks are computed twice where the
+    model can do so: stock keeps every score of every layer where no fused kernel takes the wider dtype."""
     wide = copy.deepcopy(module).to(WIDER[dtype])
+    if case.train and getattr(wide, "supports_gradient_checkpointing", False):
+        wide.gradient_checkpointing_enable()
     return outcome(case, wide, in_dtype(inputs, WIDER[dtype]))
 
 
 def relative(got, exact):
-    """The norm of the difference over the norm of `exact`."""
-    return ((got.to(exact.dtype) - exact).norm() / exact.norm()).item()
+    """The norm of the difference over the norm of `exact`; not finite: inf."""
+    error = ((got.to(exact.dtype) - exact).norm() / exact.norm()).item()
+    return error if math.isfinite(error) else math.inf
 
 
-def worst_gradient(got, exact):
-    """(relative error, parameter) of the gradient that is furthest off. Left out are those that are 0 but for rounding: softmax
-    does not see the bias of keys."""
+def gradient_errors(got, exact):
+    """{parameter: relative error}. Left out are gradients that are 0 but for rounding: softmax does not see the bias of keys."""
     squares = {name: gradient.square().mean().item() for name, gradient in exact.items()}
     typical = sum(squares[name] * exact[name].numel() for name in exact) / sum(g.numel() for g in exact.values())
-    worst = (0.0, None)
-    for name, gradient in exact.items():
-        if squares[name] > NO_GRADIENT**2 * typical:
-            error = relative(got[name], gradient) if name in got else math.inf
-            worst = max(worst, (error if math.isfinite(error) else math.inf, name), key=lambda pair: pair[0])
-    return worst
+    return {name: relative(got[name], gradient) if name in got else math.inf
+            for name, gradient in exact.items() if squares[name] > NO_GRADIENT**2 * typical}  # fmt: skip
+
+
+def total_error(got, exact):
+    """The relative error of all gradients as one vector."""
+    if got.keys() != exact.keys():
+        return math.inf
+    off = math.fsum((got[name].to(gradient.dtype) - gradient).square().sum().item() for name, gradient in exact.items())
+    size = math.fsum(gradient.square().sum().item() for gradient in exact.values())
+    return math.sqrt(off / size) if math.isfinite(off) else math.inf
+
+
+@dataclass
+class Errors:
+    """Of an outcome: the relative error of outputs or loss, and in training that of all gradients and each parameter's."""
+
+    result: float
+    gradient: float | None
+    parameters: dict
 
 
 def errors(got, exact):
-    """{"result": relative error of outputs or loss} and, in training, "gradient" and "worst_parameter"; not finite: inf."""
-    error = relative(got.result, exact.result)
-    found = {"result": error if math.isfinite(error) else math.inf}
-    if exact.gradients:
-        found["gradient"], found["worst_parameter"] = worst_gradient(got.gradients, exact.gradients)
-    return found
+    result = relative(got.result, exact.result)
+    if not exact.gradients:
+        return Errors(result, None, {})
+    return Errors(result, total_error(got.gradients, exact.gradients), gradient_errors(got.gradients, exact.gradients))
 
 
-def limits(stock, dtype):
-    """{"result" and, in training, "gradient": what an error may be}: twice stock's and four rounding steps of the dtype, but
-    never more than the fourth root of such a step, beyond which stock's own result is wrong and no yardstick."""
+def beyond(found, stock, dtype):
+    """A sentence on an error of `found` that is beyond what stock's errors allow, or None.
+
+    Allowed are twice stock's error and four rounding steps of the dtype, but never more than the fourth root of such a step,
+    beyond which stock's own result is wrong and no yardstick. Of single parameters the worst of stock's errors within that
+    counts for all. Some are computed badly by everyone, as those of queries and keys are where all tokens have become alike:
+    where stock is further off, so may ours be.
+    """
     eps = torch.finfo(dtype).eps
-    return {name: min(2 * stock[name] + 4 * eps, eps ** (1 / 4)) for name in ("result", "gradient") if name in stock}
+    most = eps ** (1 / 4)
 
+    def allowed(error):
+        return min(2 * error + 4 * eps, most)
 
-def beyond(found, allowed):
-    """A sentence on the first error that is beyond what is allowed, or None."""
-    for name, most in allowed.items():
-        if not found[name] <= most:
-            where = f" of {found['worst_parameter']}" if name == "gradient" else ""
-            return f"{name}{where} is off by {found[name]:.3g} of its size; allowed {most:.3g}"
+    for what in ("result", "gradient"):
+        error, of_stock = getattr(found, what), getattr(stock, what)
+        if error is not None and not error <= allowed(of_stock):
+            return f"{what} is off by {error:.3g} of its size; allowed {allowed(of_stock):.3g}"
+    usual = allowed(max((error for error in stock.parameters.values() if error <= most), default=0.0))
+    for name, error in found.parameters.items():
+        of_stock = stock.parameters[name]
+        bound = 2 * of_stock if most < of_stock < math.inf else usual
+        if not error <= bound:
+            return f"gradient of {name} is off by {error:.3g} of its size; allowed {bound:.3g}"
     return None
