@@ -48,11 +48,11 @@ constexpr KernelEntry kTable[] = {
     {"flashsdpa_fwd_sm90", "src/cuda/sm90/fwd_kernel.cuh", Pass::kForward, Device::kCuda, Isa::kSm90,
      bit(DType::kBFloat16) | bit(DType::kFloat16), kForwardFeatures, 256, 128, 128,
      "TMA producer, up to three wgmma consumers in turn, softmax under the products, longest first",
-     launch_forward_sm90, describe_forward_sm90, forward_scratch_sm90},
+     launch_forward_sm90, describe_forward_sm90, forward_scratch_sm90, forward_needs_plan_sm90},
     {"flashsdpa_bwd_sm90", "src/cuda/sm90/bwd_kernel.cuh", Pass::kBackward, Device::kCuda, Isa::kSm90,
      bit(DType::kBFloat16) | bit(DType::kFloat16), kBackwardFeatures, 256, 64, 128,
      "a block of keys a tile, P and dS in registers up to 128 columns, dQ added up in float32; a mask's gradient in a pass of its own",
-     launch_backward_sm90, nullptr, scratch_backward_sm90},
+     launch_backward_sm90, nullptr, scratch_backward_sm90, backward_needs_plan_sm90},
     {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,
      kMasks, kBoolMask | kBias, 0, 64, 64, "one pass over the mask, then lists", launch_mask_plan_sm90},
 #endif

@@ -37,11 +37,12 @@ struct Launch {
 
 // What a kernel would do with one call, for explain.
 struct KernelDetail {
-  int32_t block_m, block_n, stages;  // queries and keys of a tile, stages of K and of V
+  int32_t block_m, block_n, stages;  // queries and keys of a tile, stages of K and of V; 0 stages: all there is at once
   const char* order;  // in which its tiles are visited
   bool tma[4];        // whether q, k, v and out go by TMA; else by ordinary loads and stores
   int32_t key_splits;    // parts of the keys that go to blocks of their own; 1: none
   int32_t packed_heads;  // query heads of a group whose rows share a tile; 1: none
+  const char* kernel = nullptr;  // what the profiler shows, where that is not the entry's name
 };
 
 struct KernelEntry {
@@ -61,6 +62,8 @@ struct KernelEntry {
   void (*describe)(const void* params, KernelDetail* detail) = nullptr;
   // Bytes of params.scratch on the current device, of params that hold all but it; null: none.
   int64_t (*scratch_bytes)(const void* params) = nullptr;
+  // Whether it takes the mask of params, which has none, only with a plan; null: with or without. Reads sizes, dtypes and options.
+  bool (*needs_plan)(const void* params) = nullptr;
 };
 
 // All entries of this build, and whether this machine can run one.

@@ -16,11 +16,12 @@ def _strides(t):
 
 
 def _mask_arguments(mask, mask_plan):
-    """Of a shim: data, dtype, layout, plan."""
+    """Of a shim: data, dtype, layout, plan; some kernels take a mask without one."""
     if mask is None:
         return None, 0, None, None
-    layout = (ctypes.c_int64 * 10)(*mask.shape, *_strides(mask), *_strides(mask_plan)[:2])
-    return mask.data_ptr(), DTYPES.index(mask.dtype), layout, mask_plan.data_ptr()
+    of_plan = (0, 0) if mask_plan is None else _strides(mask_plan)[:2]
+    layout = (ctypes.c_int64 * 10)(*mask.shape, *_strides(mask), *of_plan)
+    return mask.data_ptr(), DTYPES.index(mask.dtype), layout, None if mask_plan is None else mask_plan.data_ptr()
 
 
 def band_of(is_causal, bottom_right, window_left, window_right, seq_q, seq_k):
@@ -95,6 +96,6 @@ class Launchers:
                 raise RuntimeError(error.decode())
 
         run(None)
-        scratch = torch.full((needed.value // 4,), float("nan"), device=q.device)
+        scratch = torch.full((max(1, needed.value // 4),), float("nan"), device=q.device)  # null asks for the size
         run(scratch.data_ptr())
         return scratch

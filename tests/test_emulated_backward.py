@@ -71,8 +71,8 @@ def attention(emulator, request):
                                             mask=mask, mask_plan=plan, grad_mask=grad_mask)  # fmt: skip
             return (*grads, grad_mask, *[None] * 5)
 
-    def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, deterministic=False, odd=False, **band):
-        if attn_mask is not None and mask_plan is None:
+    def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, deterministic=False, odd=False, planned=True, **band):
+        if attn_mask is not None and mask_plan is None and planned:
             mask_plan = reference_plan(attn_mask)
         return Attention.apply(q, k, v, attn_mask, mask_plan, scale, band_of(**band, seq_q=q.size(2), seq_k=k.size(2)), deterministic, odd)
 

@@ -14,6 +14,7 @@
 #include "call_node.h"
 #include "checks.h"
 #include "jvp.h"
+#include "mask_plan.h"
 
 namespace flashsdpa {
 
@@ -54,6 +55,15 @@ variable_list chosen(Tuple&& outputs, const std::array<bool, kCount>& wanted) {
   for (size_t i = 0; i < kCount; ++i)
     if (!wanted[i]) list[i] = Tensor();
   return list;
+}
+
+// Whether queries and keys are known to be one granule of a plan each.
+bool one_granule(const Tensor& query, const Tensor& key) {
+  const auto fits = [](const Tensor& t) {
+    const auto length = t.sym_size(2).maybe_as_int();
+    return length && *length <= kGranule;
+  };
+  return fits(query) && fits(key);
 }
 
 // Edges: query, key, value, attn_mask, sinks.
@@ -179,12 +189,12 @@ ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
     node = make_node<ForwardNode>(options);
     node->set_next_edges(torch::autograd::collect_next_edges(query, key, value, mask, sink));
   }
-  // CUDA kernels take no mask without a plan: made once, for forward and backward.
+  // CUDA kernels take no mask of more than a granule without a plan: made once, for forward and backward.
   OptTensor plan = mask_plan;
   ForwardResult result;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    if (query.is_cuda() && mask.defined() && !given(mask_plan)) plan = call_mask_plan(mask);
+    if (query.is_cuda() && mask.defined() && !given(mask_plan) && !one_granule(query, key)) plan = call_mask_plan(mask);
     result = call_forward({query, key, value, with_tensors(options, attn_mask, plan, rng_state, alibi_slopes, sinks)});
   }
   auto& [out, lse] = result;

@@ -196,10 +196,11 @@ Problem problem(const Call& call) {
   return p;
 }
 
-// CUDA kernels take no mask without a plan: where the caller gives none, the plan made here, which must outlive the launch.
-OptTensor plan_if_needed(const Call& call, Problem* p) {
+// Where the kernel takes the mask of `params` only with a plan and the caller gives none, the plan made here, put into *p of params;
+// it must outlive the launch.
+OptTensor plan_if_needed(const KernelEntry& entry, const Call& call, const void* params, Problem* p) {
   const Options& o = call.options;
-  if (!call.query.is_cuda() || !given(o.attn_mask) || given(o.mask_plan)) return std::nullopt;
+  if (!given(o.attn_mask) || given(o.mask_plan) || entry.needs_plan == nullptr || !entry.needs_plan(params)) return std::nullopt;
   Tensor plan = mask_plan_on_device(*o.attn_mask);
   p->plan = plan_view(plan, call.query.device(), plan.sizes(), p->mask.size[2], p->mask.size[3]);
   return plan;
@@ -261,7 +262,8 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   routed_calls.fetch_add(1, std::memory_order_relaxed);
   ForwardParams params;
   params.problem = problem(call);
-  const OptTensor plan = plan_if_needed(call, &params.problem);
+  const KernelEntry* entry = forward_entry(call);
+  const OptTensor plan = plan_if_needed(*entry, call, &params, &params.problem);
   const Problem& p = params.problem;
   const auto dtype = query.scalar_type();
   const int64_t dim_v = value.size(3);
@@ -269,7 +271,6 @@ ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {
   Tensor lse = query.is_cpu()
                    ? Tensor(at::detail::empty_cpu({p.batch, p.heads_q, p.seq_q}, accumulation_type(dtype)))
                    : at::empty({p.batch, p.heads_q, p.seq_q}, query.options().dtype(accumulation_type(dtype)));
-  const KernelEntry* entry = forward_entry(call);
   if (observing()) [[unlikely]]
     observe_launch("flashsdpa::forward", *entry, call);
   if (lse.numel() == 0) return {out, lse};
@@ -336,7 +337,6 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     Reasons reasons;
     check_entry(*entry, call, want_mask, reasons);
     TORCH_CHECK(reasons.ok(), entry->name, " does not compute this gradient");
-    const OptTensor plan = plan_if_needed(call, &params.problem);
     if (observing()) [[unlikely]]
       observe_launch("flashsdpa::backward", *entry, call);
     const Tensor q = padded(query), k = padded(key), v = padded(value), o = padded(out);
@@ -358,6 +358,7 @@ BackwardResult backward_on_device(FLASHSDPA_BACKWARD_PARAMS) {
     params.dmask = want_mask ? dmask.mutable_data_ptr() : nullptr;
     params.dsinks = want_sinks ? dsinks.mutable_data_ptr<float>() : nullptr;
     params.deterministic = deterministic || at::globalContext().deterministicAlgorithms();
+    const OptTensor plan = plan_if_needed(*entry, call, &params, &params.problem);
     at::DataPtr scratch;  // freed before the kernels have run, like the forward's counter
     if (entry->scratch_bytes != nullptr) {
       scratch = c10::GetAllocator(query.device().type())->allocate(entry->scratch_bytes(&params));

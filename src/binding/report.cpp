@@ -71,7 +71,8 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
   config.emplace_back("block_n", std::to_string(detail ? detail->block_n : entry.block_n));
   config.emplace_back("schedule", entry.schedule);
   if (detail) {
-    config.emplace_back("stages", std::to_string(detail->stages) + " of K and of V");
+    if (detail->kernel != nullptr) config.emplace_back("in the profiler", detail->kernel);
+    if (detail->stages > 0) config.emplace_back("stages", std::to_string(detail->stages) + " of K and of V");
     config.emplace_back("order", detail->order);
     if (detail->packed_heads > 1)
       config.emplace_back("packed", std::to_string(detail->packed_heads) + " query heads of a group in each tile");
@@ -79,7 +80,7 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
       config.emplace_back("key_splits", std::to_string(detail->key_splits) + ", summed by flashsdpa_fwd_combine_sm90");
     std::string by_tma, plainly;
     const char* names[] = {"query", "key", "value", "output"};
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4 && detail->stages > 0; ++i) {
       std::string& list = detail->tma[i] ? by_tma : plainly;
       list += (list.empty() ? "" : ", ") + std::string(names[i]);
     }

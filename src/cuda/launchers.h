@@ -12,8 +12,10 @@ int cuda_compute_capability(int device);  // 90 for 9.0; 0 if there is no such d
 const char* launch_forward_sm90(const void* params, const Launch& launch);    // ForwardParams
 void describe_forward_sm90(const void* params, KernelDetail* detail);
 int64_t forward_scratch_sm90(const void* params);
+bool forward_needs_plan_sm90(const void* params);
 const char* launch_backward_sm90(const void* params, const Launch& launch);   // BackwardParams
 int64_t scratch_backward_sm90(const void* params);
+bool backward_needs_plan_sm90(const void* params);
 const char* launch_mask_plan_sm90(const void* params, const Launch& launch);  // MaskPlanParams
 
 }  // namespace flashsdpa

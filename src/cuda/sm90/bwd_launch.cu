@@ -7,6 +7,7 @@
 #include "../launchers.h"
 #include "bwd_instances.h"
 #include "bwd_mask_gradient.h"
+#include "short.h"
 #include "tensors.h"
 
 namespace flashsdpa {
@@ -108,8 +109,11 @@ int64_t scratch_backward_sm90(const void* params) {
   const BackwardParams& b = *static_cast<const BackwardParams*>(params);
   CurrentDevice device;
   if (find_sm90_device(&device)) device.processors = 0;  // the launch will say why not
+  if (is_short(b)) return bwd_short_scratch_bytes(b, device.processors);
   return BwdScratch(b, pick_instance(b.problem), device.processors).bytes;
 }
+
+bool backward_needs_plan_sm90(const void* params) { return !is_short(*static_cast<const BackwardParams*>(params)); }
 
 const char* launch_backward_sm90(const void* params, const Launch& launch) {
   const BackwardParams& b = *static_cast<const BackwardParams*>(params);
@@ -118,6 +122,9 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   CurrentDevice device;
   if (const char* reason = find_sm90_device(&device)) return reason;
   if (const char* reason = refuse_problem(p)) return reason;
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  if (is_short(b)) return bwd_launch_short(b, device.number, device.processors, stream);
+  if (const char* reason = refuse_without_plan(p)) return reason;
   const BwdInstance& instance = pick_instance(p);
   const BwdScratch scratch(b, instance, device.processors);
   const FwdOrder order = make_order(b, instance);
@@ -125,7 +132,6 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
     return "this kernel takes up to 2^31 tiles; split the batch";
   const auto at = [&](int64_t offset) { return static_cast<uint8_t*>(b.scratch) + offset; };
   const auto blocks = static_cast<uint32_t>(scratch.blocks);
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
   const auto heads_q = static_cast<int32_t>(p.heads_q), seq_q = static_cast<int32_t>(p.seq_q);
   const auto blocks_m = static_cast<int32_t>(scratch.blocks_m);
 

@@ -4,6 +4,7 @@
 
 #include "../launchers.h"
 #include "fwd_plan.h"
+#include "short.h"
 #include "tensors.h"
 
 namespace flashsdpa {
@@ -147,19 +148,28 @@ const char* launch_forward_sm90(const void* params, const Launch& launch) {
   CurrentDevice device;
   if (const char* reason = find_sm90_device(&device)) return reason;
   if (const char* reason = refuse_problem(p)) return reason;
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  if (is_short(p)) return fwd_launch_short(f, stream);
+  if (const char* reason = refuse_without_plan(p)) return reason;
   const FwdPlan plan = fwd_plan(p, device.processors, f.scratch != nullptr);
-  return fwd_launch(f, plan, device, static_cast<cudaStream_t>(launch.stream));
+  return fwd_launch(f, plan, device, stream);
 }
 
 int64_t forward_scratch_sm90(const void* params) {
   const Problem& p = static_cast<const ForwardParams*>(params)->problem;
   CurrentDevice device;
-  if (nothing_to_do(p) || refuse_problem(p) || find_sm90_device(&device)) return 0;
+  if (nothing_to_do(p) || is_short(p) || refuse_problem(p) || find_sm90_device(&device)) return 0;
   return fwd_partial_bytes(p, fwd_plan(p, device.processors, /*may_split=*/true));
 }
 
+bool forward_needs_plan_sm90(const void* params) { return !is_short(static_cast<const ForwardParams*>(params)->problem); }
+
 void describe_forward_sm90(const void* params, KernelDetail* detail) {
   const ForwardParams& f = *static_cast<const ForwardParams*>(params);
+  if (is_short(f.problem)) {
+    *detail = {kShortRows, kShortRows, 0, "a head of a sequence in each block", {}, 1, 1, "flashsdpa_fwd_short_sm90"};
+    return;
+  }
   CurrentDevice device;
   const int processors = find_sm90_device(&device) ? kUsualProcessors : device.processors;
   const FwdPlan plan = fwd_plan(f.problem, processors, /*may_split=*/true);

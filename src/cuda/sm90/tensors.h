@@ -20,8 +20,10 @@ inline const char* refuse_problem(const Problem& p) {
     return "this kernel takes sequences up to 2^29; use the stock backend";
   if (p.mask.data && p.mask.dtype != DType::kBool && p.mask.dtype != DType::kFloat32 && p.mask.dtype != p.dtype)
     return "this kernel takes an attn_mask of bool, float32 or q's type";
-  if (p.mask.data && !p.plan.data) return "this kernel takes an attn_mask with its plan; give flashsdpa::mask_plan of it";
   return nullptr;
+}
+inline const char* refuse_without_plan(const Problem& p) {
+  return p.mask.data && !p.plan.data ? "this kernel takes an attn_mask with its plan; give flashsdpa::mask_plan of it" : nullptr;
 }
 
 struct TensorSizes {
