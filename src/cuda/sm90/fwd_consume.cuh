@@ -147,9 +147,6 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     const FwdWork work = next_tile();
     if (work.end()) break;
     range = fwd_range<Tile>(args, work, consumer);
-    if constexpr (Tile::kOutForValues) {
-      if (args.mask.values) wait_for_stored(consumer, elected);
-    }
     block_mask.start(args, work, range.row, consumer);
     n = range.last - 1;
     skip(work.last - range.last);

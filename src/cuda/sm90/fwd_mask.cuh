@@ -154,16 +154,9 @@ struct BlockMask<Tile, true> {
 
   static constexpr int kMemory = FwdValues<Tile, 4>::kBytes;
   static_assert(2 * FwdValues<Tile, 2>::kBytes <= kMemory && FwdBits<Tile>::kBytes <= FwdValues<Tile, 2>::kBytes);
-  // Where the output is staged in the place of values: bits lie behind it.
-  static constexpr int kBitsMemory = kMemory / 8;
-  static_assert(!Tile::kOutForValues || (FwdBits<Tile>::kBytes <= kBitsMemory && 4 * kBitsMemory <= FwdValues<Tile, 2>::kBytes &&
-                                         Tile::kOutBytes + 2 * FwdValues<Tile, 2>::kBytes <= Tile::kValuesBytes));
-  __device__ static uint32_t place(const FwdArgs& args, int warp) {
-    return Tile::kOutForValues && !args.mask.values ? Tile::kOutBytes + warp * kBitsMemory : warp * kMemory;
-  }
 
-  __device__ BlockMask(const FwdArgs& args, uint32_t consumer_memory, int thread)
-      : warp(thread / ptx::kWarpLanes), lane(thread % ptx::kWarpLanes), memory(consumer_memory + place(args, warp)) {}
+  __device__ BlockMask(const FwdArgs&, uint32_t consumer_memory, int thread)
+      : warp(thread / ptx::kWarpLanes), lane(thread % ptx::kWarpLanes), memory(consumer_memory + warp * kMemory) {}
   __device__ static bool floats(const FwdArgs& args) { return args.mask.values && args.mask.dtype == DType::kFloat32; }
   // act(values there, of the type that the mask has)
   template <typename Act>

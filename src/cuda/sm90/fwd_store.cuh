@@ -116,13 +116,6 @@ __device__ inline void store_lse(const FwdArgs& args, const OnlineSoftmax& softm
   }
 }
 
-// Until the last store of this consumer has read its staging memory, for all of its threads.
-__device__ inline void wait_for_stored(int consumer, bool elected) {
-  fwd_delay(FwdPoint::kStore);
-  if (elected) ptx::tma_store_wait_read();
-  ptx::barrier_sync(int(FwdBarrier::kOut) + consumer, ptx::kWarpgroupThreads);
-}
-
 // A consumer's rows of a tile that is done. The sums are reduced and the log-sum-exp is stored already.
 template <typename Tile, bool kBFloat16>
 __device__ inline void store_rows(const FwdArgs& args, const FwdShared<Tile>& shared, const FwdWork& work,
@@ -132,8 +125,10 @@ __device__ inline void store_rows(const FwdArgs& args, const FwdShared<Tile>& sh
   const float factor[2] = {softmax.inverse(0), softmax.inverse(1)};
   const bool partial = Tile::kFew && args.few.splits > 1;
   if (!partial && args.out.tma) {
-    // Own staging memory: the store of the tile before must have read it. Q's, or that of values: all warps must be done with those.
-    wait_for_stored(consumer, elected);
+    // Own staging memory: the store of the tile before must have read it. Q's memory: all warps must be done with Q.
+    fwd_delay(FwdPoint::kStore);
+    if (elected) ptx::tma_store_wait_read();
+    ptx::barrier_sync(barrier, ptx::kWarpgroupThreads);
     stage_out<Tile, kBFloat16>(shared.out(consumer), o, factor, thread);
     ptx::fence_proxy_shared();
     ptx::barrier_sync(barrier, ptx::kWarpgroupThreads);

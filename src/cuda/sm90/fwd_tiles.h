@@ -18,7 +18,7 @@ constexpr int kMaxSharedBytes = 227 * 1024;
 struct FwdChoice {
   int block_n;
   int stages;    // of K, and of V
-  bool own_out;  // the output is not staged in Q's shared memory: Q of the next tile may load meanwhile
+  bool own_out;  // the output is staged in shared memory of its own, not in Q's: Q of the next tile may load meanwhile
 };
 
 // Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128
@@ -28,7 +28,7 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, bool masked) {
   if (consumers == 1) {
     return {.block_n = dim <= 64 ? 128 : 64, .stages = dim <= 128 ? 4 : 2, .own_out = true};
   }
-  if (masked && dim > 64) return {.block_n = dim <= 128 ? 128 : 64, .stages = 2, .own_out = dim_v <= 128};
+  if (masked && dim > 64) return {.block_n = dim <= 128 ? 128 : 64, .stages = 2, .own_out = false};
   if (dim <= 64) return {.block_n = consumers == 3 ? 112 : 128, .stages = 2, .own_out = true};
   if (dim <= 96) return {.block_n = 96, .stages = 2, .own_out = true};
   if (dim <= 128) return {.block_n = 128, .stages = 2, .own_out = true};
@@ -47,8 +47,6 @@ struct FwdTile {
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
-  // There is no more shared memory: the output takes that of a mask's values, of which only those in float32 need all.
-  static constexpr bool kOutForValues = kOwnOut && kMasked && kConsumers > 1 && kDim == 128;
   // Masked: a block is taken up while its products run, or, where O leaves no registers for both, before.
   static constexpr bool kTakeUnderProducts = kDimV <= 128;
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
@@ -74,11 +72,11 @@ struct FwdTile {
   static constexpr int kQOffset = 0;
   static constexpr int kKOffset = kQOffset + kConsumers * kQBytes;
   static constexpr int kVOffset = kKOffset + kStages * kKBytes;
-  static constexpr int kValuesBytes = kMasked ? kConsumerRows * kBlockN * 4 : 0;  // of one consumer, in float32
   static constexpr int kOwnOutOffset = kVOffset + kStages * kVBytes;
   static constexpr int kOutOffset = kOwnOut ? kOwnOutOffset : kQOffset;
-  static constexpr int kOutStride = kOutForValues ? kValuesBytes : kOwnOut ? kOutBytes : kQBytes;
-  static constexpr int kValuesOffset = kOwnOutOffset + (kOwnOut && !kOutForValues ? kConsumers * kOutBytes : 0);
+  static constexpr int kOutStride = kOwnOut ? kOutBytes : kQBytes;
+  static constexpr int kValuesOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
+  static constexpr int kValuesBytes = kMasked ? kConsumerRows * kBlockN * 4 : 0;  // of one consumer, in float32
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kValuesBytes;
   static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
