@@ -125,7 +125,7 @@ def test_counting(attention, kind):
         keep = make_mask(kind, f"short-counting{dim}", (1, 2, seq_q, seq_k), torch.bfloat16)
         mask = torch.zeros(keep.shape, dtype=torch.bfloat16).masked_fill_(~keep, -INF)
         check_counting(1, 2, 2, seq_q, seq_k, dim, torch.bfloat16, mask=mask, call=Call(is_causal=True), forward=forward)
-        check_counting(1, 2, 1, seq_q, seq_k, dim, torch.bfloat16, mask=keep, call=Call(), forward=forward)
+        check_counting(1, 2, 1, seq_q, seq_k, dim, torch.bfloat16, mask=keep, call=Call(), forward=attention)  # heads in groups
 
 
 def test_a_sequence_has_its_bits_in_any_batch(attention):

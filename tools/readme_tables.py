@@ -124,11 +124,33 @@ def fixed_order_table():
     return markdown(lines)
 
 
+def models_table():
+    """Steps of whole models, stock / ours = speed-up, from the newest record that timed a (case, mode)."""
+    runs = sorted((json.loads(path.read_text()) for path in RESULTS.glob("*-models-*.json")), key=lambda run: run["date"])
+    cells = {}
+    for run in runs:
+        for row in run["rows"]:
+            if row["group"] == "models" and "ms" in row:
+                cells.setdefault(row["case"], {}).setdefault(row["mode"], {})[row["impl"]] = row
+    modes = ("eager", "compiled")
+    lines = [["step", *modes, "attention's share, stock", "stock ran", "peak memory, MiB"]]
+    for case, by_mode in cells.items():
+        stock = by_mode[min(by_mode, key=modes.index)]["stock"]
+        ours = by_mode[stock["mode"]]["flashsdpa"]
+        times = [f"{by_mode[mode]['stock']['ms']:.1f} / {by_mode[mode]['flashsdpa']['ms']:.1f} ms = {by_mode[mode]['flashsdpa']['speedup']:.2f}x"
+                 if mode in by_mode else "-" for mode in modes]  # fmt: skip
+        lines.append([case, *times, f"{stock['attention_share']:.0%}", stock["stock_backend"].replace("_attention", ""),
+                      f"{stock['peak_mib']:.0f} -> {ours['peak_mib']:.0f}"])  # fmt: skip
+    run = runs[-1]
+    return (markdown(lines) + f"\n\n{run['machine']}, driver {run['driver']}, torch {run['torch']}, bfloat16. Share, backends and memory are of the "
+            "first mode given.")  # fmt: skip
+
+
 def measurements():
     """{name: the Markdown of the table}"""
     return {"gpu forward": gpu_table("forward"), "gpu backward": gpu_table("backward", "bwd"),
             "gpu backward fixed order": fixed_order_table(), "gpu masks": gpu_table("masks"),
-            "gpu masks backward": gpu_table("masks", "bwd"), "cpu": cpu_table()}  # fmt: skip
+            "gpu masks backward": gpu_table("masks", "bwd"), "models": models_table(), "cpu": cpu_table()}  # fmt: skip
 
 
 def tables():

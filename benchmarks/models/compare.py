@@ -86,8 +86,8 @@ def beyond(found, stock, dtype):
 
     Allowed are twice stock's error and four rounding steps of the dtype, but never more than the fourth root of such a step,
     beyond which stock's own result is wrong and no yardstick. Of single parameters the worst of stock's errors within that
-    counts for all. Some are computed badly by everyone, as those of queries and keys are where all tokens have become alike:
-    where stock is further off, so may ours be.
+    counts for all, and twice its own stock error for each: some are computed badly by everyone, as those of queries and keys are
+    where all tokens have become alike.
     """
     eps = torch.finfo(dtype).eps
     most = eps ** (1 / 4)
@@ -102,7 +102,7 @@ def beyond(found, stock, dtype):
     usual = allowed(max((error for error in stock.parameters.values() if error <= most), default=0.0))
     for name, error in found.parameters.items():
         of_stock = stock.parameters[name]
-        bound = 2 * of_stock if most < of_stock < math.inf else usual
+        bound = max(usual, 2 * of_stock if math.isfinite(of_stock) else 0.0)
         if not error <= bound:
             return f"gradient of {name} is off by {error:.3g} of its size; allowed {bound:.3g}"
     return None
