@@ -1,0 +1,150 @@
+// Which tiles a block of the float32 kernels visits, and what band and mask say of their scores.
+//
+// A block owns rows of scores (queries; keys for dK and dV) and goes through tiles of the other axis in ascending order. Its
+// rows are whole granules of the mask plan; a tile is part of one.
+#pragma once
+
+#include "fwd_softmax.cuh"
+#include "plan_lists.cuh"
+
+namespace flashsdpa {
+
+// The plan's lists of the granules that own a block's rows, read from the front to the end.
+template <bool kRowsAreKeys, int kOwn>
+class F32PlanWalk {
+ public:
+  static constexpr int kNone = INT32_MAX;
+
+  // granule: the block's first.
+  __device__ void start(const FwdMask& mask, const int32_t* plan, int granule) {
+    whole_ = (kRowsAreKeys ? mask.queries : mask.keys) == 1;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int own = min(granule + i, (kRowsAreKeys ? mask.cols : mask.rows) - 1);
+      const int32_t* list = plan + (kRowsAreKeys ? plan_col_offset<int64_t>(own, mask.rows, mask.cols) : plan_row_offset(own, mask.cols));
+      left_[i] = __ldg(list);
+      entries_[i] = list + 1;
+    }
+  }
+  // The first granule from n on of which something is left; n does not fall.
+  __device__ int next(int n) {
+    int found = kNone;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (whole_) {
+        if (left_[i]) found = n;
+        continue;
+      }
+      while (left_[i] && __ldg(entries_[i]) >> 2 < n) ++entries_[i], --left_[i];
+      if (left_[i]) found = min(found, __ldg(entries_[i]) >> 2);
+    }
+    return found;
+  }
+  // The classes of granule n, two bits each; next(n) was n.
+  __device__ int classes(int n) const {
+    int all = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (!left_[i]) continue;
+      const int entry = __ldg(entries_[i]);
+      if (whole_ || entry >> 2 == n) all |= (entry & 3) << 2 * i;
+    }
+    return all;
+  }
+
+ private:
+  const int32_t* entries_[kOwn];
+  int left_[kOwn];
+  bool whole_;  // the mask has one granule along the other axis, which speaks for all
+};
+
+// Tiles of kN from `first` up to `end`, those that the plan leaves to a block of kRows.
+template <bool kRowsAreKeys, int kRows, int kN>
+class F32Tiles {
+ public:
+  int at;       // the tile's first query or key
+  int classes;  // of its granules
+
+  __device__ void start(const FwdMask& mask, const int32_t* plan, int own, int first, int end) {
+    end_ = end;
+    masked_ = mask.plan != nullptr;
+    if (masked_) walk_.start(mask, plan, own / int(kGranule));
+    seek(first / kN * kN);
+  }
+  __device__ bool more() const { return at < end_; }
+  __device__ void advance() { seek(at + kN); }
+
+ private:
+  __device__ void seek(int from) {
+    at = from;
+    classes = kFull | kFull << 2;
+    if (!masked_ || from >= end_) return;
+    const int granule = from / int(kGranule), found = walk_.next(granule);
+    if (found > granule) at = found == Walk::kNone ? end_ : found * int(kGranule);
+    if (at < end_) classes = walk_.classes(found);
+  }
+
+  static_assert(kRows % kGranule == 0 && kGranule % kN == 0);
+  using Walk = F32PlanWalk<kRowsAreKeys, kRows / int(kGranule)>;
+
+  Walk walk_;
+  int end_;
+  bool masked_;
+};
+
+// From products to scores: scaled; what takes no part is -inf. For one warp, in the layout of accumulators.
+template <bool kRowsAreKeys, int kM, int kN>
+struct F32Scores {
+  int lane;
+  int row;         // the warp's first query, or key
+  int own;         // which of the block's granules that is in
+  int64_t values;  // the mask's plane
+  const int32_t* bits;
+
+  // act(score, query, key)
+  template <typename Act>
+  __device__ void for_each(float (&s)[kM][kN / 8][4], int column, const Act& act) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = row + 16 * m + 8 * (i / 2) + lane / 4, c = column + 8 * n + 2 * (lane % 4) + i % 2;
+          act(s[m][n][i], kRowsAreKeys ? c : r, kRowsAreKeys ? r : c);
+        }
+      }
+    }
+  }
+
+  // Whether band and ends leave out scores of rows [row, row + 16 kM) and columns [column, column + kN).
+  __device__ bool cut(const F32Args& args, int column) const {
+    const int query = kRowsAreKeys ? column : row, key = kRowsAreKeys ? row : column;
+    const int queries = kRowsAreKeys ? kN : 16 * kM, keys = kRowsAreKeys ? 16 * kM : kN;
+    return key < query + queries - 1 + args.band_lo || key + keys - 1 > query + args.band_hi || key + keys > args.seq_k;
+  }
+
+  __device__ void apply(const F32Args& args, float (&s)[kM][kN / 8][4], int column, int classes) const {
+    for_each(s, column, [&](float& score, int, int) { score = ptx::multiply(score, args.scale); });
+    const int kind = classes >> 2 * own & 3;
+    if (kind == kMixed || kind == kBits) {
+      const FwdMask& mask = args.mask;
+      const auto* added = kind == kMixed ? static_cast<const float*>(mask.values) : nullptr;
+      for_each(s, column, [&](float& score, int query, int key) {
+        const int q = min(query, mask.queries - 1), k = min(key, mask.keys - 1);
+        if (added) score = ptx::subtract(score, -__ldg(added + values + q * mask.stride_query + k * mask.stride_key));
+        const uint32_t word = uint32_t(__ldg(bits + q * mask.bits_stride + k / 32));
+        if (!(word >> k % 32 & 1)) score = kMinusInfinity;
+      });
+    } else if (kind == kEmpty) {
+      for_each(s, column, [&](float& score, int, int) { score = kMinusInfinity; });
+    }
+    if (cut(args, column)) {
+      for_each(s, column, [&](float& score, int query, int key) {
+        if (key < query + args.band_lo || key > query + args.band_hi || key >= args.seq_k) score = kMinusInfinity;
+      });
+    }
+  }
+};
+
+}  // namespace flashsdpa
