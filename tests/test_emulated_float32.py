@@ -37,24 +37,22 @@ def test_dims(attention, dims):
         hold(attention, "dims", heads, lengths, dims, band, lse_grad=True)
 
 
-@pytest.mark.parametrize("seq_q", (1, 63, 64, 65, 129, 193))
+@pytest.mark.parametrize("seq_q", (1, 63, 65, 129, 193))
 def test_lengths(attention, seq_q):
-    dims = itertools.cycle(CLASSES)
-    for seq_k, band in itertools.product((1, 2, 31, 32, 33, 64, 65, 129), ("full", "causal_br")):
-        dim = next(dims)
+    for seq_k, dim, band in zip((1, 2, 33, 64, 65, 129), itertools.cycle(CLASSES), itertools.cycle(("full", "causal_br"))):
         hold(attention, f"lengths-{seq_q}-{seq_k}", (2, 1), (seq_q, seq_k), (dim, dim), band)
 
 
 @pytest.mark.parametrize("band", BANDS)
 def test_bands(attention, band):
-    for lengths, dim in itertools.product(((300, 200), (129, 400)), CLASSES):
+    for lengths, dim in (((300, 200), 64), ((129, 400), 128), ((70, 100), 256)):
         hold(attention, "bands", (2, 1), lengths, (dim, dim), band)
 
 
 @pytest.mark.parametrize("layout", (("bsh",) * 3, ("packed",) * 3, ("offset", "bhs", "offset"), ("bhs", "offset", "bhs")), ids="-".join)
 def test_layouts(attention, layout):
-    for dim, band in itertools.product((64, 70, 128), ("full", "causal")):
-        hold(attention, "layouts", (4, 2), (130, 200), (dim, dim), band, batch=2, layout=layout)
+    for dim, band in ((64, "full"), (70, "causal")):
+        hold(attention, "layouts", (4, 2), (130, 100), (dim, dim), band, batch=2, layout=layout)
 
 
 @pytest.mark.parametrize("dim", (64, 70, 192))
@@ -77,9 +75,8 @@ def test_scales(attention, scale):
 
 @pytest.mark.parametrize("dim", CLASSES)
 def test_counting(attention, dim):
-    for seq_q, seq_k in ((65, 63), (127, 129), (193, 260)):
-        for call in (Call(), Call(is_causal=True), Call(window=(70, 3))):
-            check_counting(1, 2, 1, seq_q, seq_k, dim, torch.float32, call=call, forward=attention)
+    for (seq_q, seq_k), call in zip(((65, 63), (127, 129), (193, 260)), (Call(), Call(is_causal=True), Call(window=(70, 3)))):
+        check_counting(1, 2, 1, seq_q, seq_k, dim, torch.float32, call=call, forward=attention)
 
 
 @pytest.mark.parametrize("kind", ("random", "granules", "document", "one_key"))
@@ -92,27 +89,27 @@ def test_counting_with_masks(attention, kind):
 
 @pytest.mark.parametrize("kind", MASK_KINDS)
 def test_mask_kinds(attention, kind):
-    for dim in CLASSES:
-        hold(attention, f"kinds-{kind}", (4, 2), (200, 333), (dim, dim), mask=kind)
+    dim = CLASSES[tuple(MASK_KINDS).index(kind) % 3]
+    hold(attention, f"kinds-{kind}", (2, 1), (200, 333), (dim, dim), mask=kind)
 
 
 @pytest.mark.parametrize("strides", [*MASK_STRIDES, "expanded"])
 @pytest.mark.parametrize("axes", BROADCASTS, ids=lambda a: a or "none")
 def test_mask_layouts(attention, axes, strides):
-    for kind, dim in itertools.product(("granules", "bias_inf"), (64, 256)):
+    for kind in ("granules", "bias_inf"):
         mask = f"{kind}:{axes or '-'}:{strides}"
-        hold(attention, f"mask-{mask}", (2, 1), (130, 200), (dim, dim), batch=2, mask=mask)
+        hold(attention, f"mask-{mask}", (2, 1), (130, 140), (20, 20), batch=2, mask=mask)
 
 
 @pytest.mark.parametrize("band", BANDS)
 def test_masks_and_bands(attention, band):
-    for mask, dim in itertools.product(("granules", "rows_false", "bias"), CLASSES):
-        hold(attention, f"both-{mask}", (2, 1), (200, 130), (dim, dim), band, mask=mask)
+    for mask in ("granules", "rows_false", "bias"):
+        hold(attention, f"both-{mask}", (2, 1), (200, 130), (64, 64), band, mask=mask)
 
 
 def test_many_tiles_of_several_heads(attention):
     for mask, band in itertools.product(("", "granules", "bias:bk"), ("full", "causal")):
-        hold(attention, f"tiles-{mask}", (4, 1), (500, 300), (64, 64), band, batch=2, mask=mask)
+        hold(attention, f"tiles-{mask}", (4, 1), (300, 260), (64, 64), band, mask=mask)
 
 
 @pytest.mark.parametrize("magnitude", (16.0, 1e2, 133120.0, 1e18))

@@ -15,10 +15,10 @@ namespace flashsdpa {
 template <int kDimClass>
 struct F32FwdTile {
   static constexpr int kDim = kDimClass;
-  static constexpr int kM = kDim == 256 ? 1 : 2;  // blocks of 16 queries of a warp
+  static constexpr int kM = 1;  // blocks of 16 queries of a warp
   static constexpr int kWarps = kDim == 256 ? 8 : 4, kThreads = kWarps * ptx::kWarpLanes;
   static constexpr int kBlocks = kDim == 256 ? 1 : 2;  // that share a processor
-  static constexpr int kWarpRows = 16 * kM, kBlockM = kWarps * kWarpRows, kBlockN = kDim == 64 ? 64 : 32;
+  static constexpr int kWarpRows = 16 * kM, kBlockM = kWarps * kWarpRows, kBlockN = kDim == 256 ? 32 : 64;
   static constexpr uint32_t kQBytes = kBlockM * kDim * 4, kKBytes = kBlockN * kDim * 4;
   static constexpr uint32_t kSharedBytes = kQBytes + 2 * kKBytes + kF32Align;
   static_assert(int(kGranule) % kWarpRows == 0);

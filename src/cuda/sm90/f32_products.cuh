@@ -38,33 +38,49 @@ using F32OperandA = F32Operand<8, kExact>;
 template <bool kExact>
 using F32OperandB = F32Operand<4, kExact>;
 
-// sum += A * B. kLowAFirst: the order of the small products, for callers who want the same bits with A and B exchanged.
-template <bool kExact, bool kLowAFirst = true>
-__device__ inline void f32_multiply(float (&sum)[4], const F32OperandA<kExact>& a, const F32OperandB<kExact>& b) {
+// Blocks of 8 columns that are multiplied at a time: each product waits for the one before in its chain, so chains go side by side.
+template <int kM>
+constexpr int kF32Together = 4 / kM;
+
+// sum[m][first + n] += A[m] * B[n]. kLowAFirst: the order of the small products, for callers who want the same bits with A and B
+// exchanged.
+template <bool kExact, bool kLowAFirst = true, int kM, int kN, int kBlocks>
+__device__ inline void f32_multiply(float (&sum)[kM][kBlocks][4], int first, const F32OperandA<kExact> (&a)[kM],
+                                    const F32OperandB<kExact> (&b)[kN]) {
   const auto step = [](float(&c)[4], const uint32_t(&x)[8], const uint32_t(&y)[4], int s) {
     const uint32_t four[4] = {x[4 * s], x[4 * s + 1], x[4 * s + 2], x[4 * s + 3]};
     ptx::mma_tf32(c, four, y[2 * s], y[2 * s + 1], c);
   };
+  const auto for_each = [](const auto& act) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) act(m, n);
+    }
+  };
   if constexpr (kExact) {
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    float c[kM][kN][4] = {};
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      step(c, kLowAFirst ? a.low : a.high, kLowAFirst ? b.high : b.low, s);
-      step(c, kLowAFirst ? a.high : a.low, kLowAFirst ? b.low : b.high, s);
+      for_each([&](int m, int n) { step(c[m][n], kLowAFirst ? a[m].low : a[m].high, kLowAFirst ? b[n].high : b[n].low, s); });
+      for_each([&](int m, int n) { step(c[m][n], kLowAFirst ? a[m].high : a[m].low, kLowAFirst ? b[n].low : b[n].high, s); });
     }
 #pragma unroll
-    for (int s = 0; s < 2; ++s) step(c, a.high, b.high, s);
+    for (int s = 0; s < 2; ++s) for_each([&](int m, int n) { step(c[m][n], a[m].high, b[n].high, s); });
+    for_each([&](int m, int n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += c[i];
+      for (int i = 0; i < 4; ++i) sum[m][first + n][i] += c[m][n][i];
+    });
   } else {
 #pragma unroll
-    for (int s = 0; s < 2; ++s) step(sum, a.high, b.high, s);
+    for (int s = 0; s < 2; ++s) for_each([&](int m, int n) { step(sum[m][first + n], a[m].high, b[n].high, s); });
   }
 }
 
 // S += X * Y^T: rows of X from `x` on, kN rows of Y, `columns` of both (those up to a multiple of 32 are read).
 template <bool kExact, bool kXIsQ, int kDim, int kM, int kN>
 __device__ inline void f32_scores(float (&s)[kM][kN / 8][4], uint32_t x, uint32_t y, int columns, int lane) {
+  constexpr int kTogether = kF32Together<kM>;
   const int row = lane / 4, chunk = lane % 4;
   const uint32_t even = f32_place<kDim>(row, chunk);  // rows 8 further on are swizzled alike
 #pragma unroll 1
@@ -84,14 +100,16 @@ __device__ inline void f32_scores(float (&s)[kM][kN / 8][4], uint32_t x, uint32_
         }
       }
 #pragma unroll
-      for (int n = 0; n < kN / 8; ++n) {
-        float f[4];
-        ptx::load_shared_floats(y + at + 8 * n * kDim * 4, f[0], f[1], f[2], f[3]);
-        F32OperandB<kExact> b;
+      for (int n = 0; n < kN / 8; n += kTogether) {
+        F32OperandB<kExact> b[kTogether];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) b.set(e, f[e]);
+        for (int t = 0; t < kTogether; ++t) {
+          float f[4];
+          ptx::load_shared_floats(y + at + 8 * (n + t) * kDim * 4, f[0], f[1], f[2], f[3]);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) f32_multiply<kExact, kXIsQ>(s[m][n], a[m], b);
+          for (int e = 0; e < 4; ++e) b[t].set(e, f[e]);
+        }
+        f32_multiply<kExact, kXIsQ>(s, n, a, b);
       }
     }
   }
@@ -100,6 +118,7 @@ __device__ inline void f32_scores(float (&s)[kM][kN / 8][4], uint32_t x, uint32_
 // O += P * Y: P as accumulators, kN rows of Y, `columns` of it. Accumulator i of block n of O is column f32_column(n, i, lane).
 template <bool kExact, int kDim, int kM, int kN>
 __device__ inline void f32_add_product(float (&o)[kM][kDim / 8][4], const float (&p)[kM][kN / 8][4], uint32_t y, int columns, int lane) {
+  constexpr int kTogether = kF32Together<kM>;
   const int row = lane % 4 * 2, chunk = lane / 4;
   const uint32_t first = y + f32_place<kDim>(row, chunk), second = y + f32_place<kDim>(row + 1, chunk);
 #pragma unroll
@@ -119,12 +138,14 @@ __device__ inline void f32_add_product(float (&o)[kM][kDim / 8][4], const float 
         ptx::load_shared_floats((r % 2 ? second : first) + (j + r / 2 * 8) * kDim * 4 + n * 128, f[r][0], f[r][1], f[r][2], f[r][3]);
       }
 #pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        F32OperandB<kExact> b;
+      for (int first = 0; first < 4; first += kTogether) {
+        F32OperandB<kExact> b[kTogether];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) b.set(r, f[r][t]);
+        for (int t = 0; t < kTogether; ++t) {
 #pragma unroll
-        for (int m = 0; m < kM; ++m) f32_multiply<kExact>(o[m][4 * n + t], a[m], b);
+          for (int r = 0; r < 4; ++r) b[t].set(r, f[r][first + t]);
+        }
+        f32_multiply<kExact>(o, 4 * n + first, a, b);
       }
     }
   }

@@ -32,19 +32,23 @@ __device__ inline void f32_load(uint32_t tile, const F32Tensor& t, const float* 
   constexpr int kChunks = kDim / kF32Chunk, kStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
   const int chunk = int(threadIdx.x) % kChunks, column = chunk * kF32Chunk, begin = int(threadIdx.x) / kChunks;
-  const int columns = max(min(t.columns - column, kF32Chunk), 0);
+  const int columns = max(min(t.columns - column, kF32Chunk), 0), rows = t.rows - first;
   const float* source = plane + (first + begin) * t.stride_row + int64_t(column) * t.stride_column;
-#pragma unroll 4
-  for (int row = begin; row < kRows; row += kStep, source += kStep * t.stride_row) {
-    const int there = first + row < t.rows ? columns : 0;
-    const uint32_t target = tile + f32_place<kDim>(row, chunk);
-    if (t.vectors) {
-      ptx::copy_async<16>(target, there ? source : plane, there * 4);
-    } else {
+  if (t.vectors) {
 #pragma unroll
-      for (int e = 0; e < kF32Chunk; ++e) {
-        ptx::copy_async<4>(target + 4 * e, e < there ? source + e * t.stride_column : plane, e < there ? 4 : 0);
-      }
+    for (int i = 0; i < kRows / kStep; ++i, source += kStep * t.stride_row) {
+      const int row = begin + i * kStep, there = row < rows ? columns : 0;
+      ptx::copy_async<16>(tile + f32_place<kDim>(row, chunk), there ? source : plane, there * 4);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = begin; row < kRows; row += kStep, source += kStep * t.stride_row) {
+    const int there = row < rows ? columns : 0;
+    const uint32_t target = tile + f32_place<kDim>(row, chunk);
+#pragma unroll
+    for (int e = 0; e < kF32Chunk; ++e) {
+      ptx::copy_async<4>(target + 4 * e, e < there ? source + e * t.stride_column : plane, e < there ? 4 : 0);
     }
   }
 }
