@@ -33,7 +33,7 @@ def hold(attention, name, heads=(2, 1), lengths=(130, 200), dims=(64, 64), band=
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_dims(attention, dims):
-    for band, heads, lengths in zip(("full", "causal", "causal_br"), ((2, 2), (4, 2), (3, 1)), ((200, 333), (300, 300), (130, 257))):
+    for band, heads, lengths in (("full", (1, 1), (70, 140)), ("causal_br", (2, 1), (130, 100))):
         hold(attention, "dims", heads, lengths, dims, band, lse_grad=True)
 
 
@@ -45,7 +45,7 @@ def test_lengths(attention, seq_q):
 
 @pytest.mark.parametrize("band", BANDS)
 def test_bands(attention, band):
-    for lengths, dim in (((300, 200), 64), ((129, 400), 128), ((70, 100), 256)):
+    for lengths, dim in (((200, 150), 64), ((129, 260), 128), ((70, 100), 256)):
         hold(attention, "bands", (2, 1), lengths, (dim, dim), band)
 
 
@@ -90,7 +90,7 @@ def test_counting_with_masks(attention, kind):
 @pytest.mark.parametrize("kind", MASK_KINDS)
 def test_mask_kinds(attention, kind):
     dim = CLASSES[tuple(MASK_KINDS).index(kind) % 3]
-    hold(attention, f"kinds-{kind}", (2, 1), (200, 333), (dim, dim), mask=kind)
+    hold(attention, f"kinds-{kind}", (2, 1), (130, 260), (dim, dim), mask=kind)
 
 
 @pytest.mark.parametrize("strides", [*MASK_STRIDES, "expanded"])
@@ -104,11 +104,11 @@ def test_mask_layouts(attention, axes, strides):
 @pytest.mark.parametrize("band", BANDS)
 def test_masks_and_bands(attention, band):
     for mask in ("granules", "rows_false", "bias"):
-        hold(attention, f"both-{mask}", (2, 1), (200, 130), (64, 64), band, mask=mask)
+        hold(attention, f"both-{mask}", (2, 1), (150, 130), (30, 30), band, mask=mask)
 
 
 def test_many_tiles_of_several_heads(attention):
-    for mask, band in itertools.product(("", "granules", "bias:bk"), ("full", "causal")):
+    for mask, band in (("", "causal"), ("granules", "full"), ("bias:bk", "causal")):
         hold(attention, f"tiles-{mask}", (4, 1), (300, 260), (64, 64), band, mask=mask)
 
 
