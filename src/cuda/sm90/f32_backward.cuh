@@ -50,8 +50,6 @@ class F32Backward {
   // The block's rows against all of one plane of queries and keys. load_own: else they are there.
   __device__ void visit(int batch, int head, int first, bool load_own) {
     const int kv = head / args_.group;
-    const float *q = f32_plane(args_.q, batch, head), *k = f32_plane(args_.k, batch, kv);
-    const float *grad = f32_plane(args_.grad_out, batch, head), *v = f32_plane(args_.v, batch, kv);
     const int64_t rows_before = (int64_t{batch} * args_.heads_q + head) * args_.seq_q;
     const int32_t* plan = args_.mask.plan + batch * args_.mask.plan_batch + head * args_.mask.plan_head;
     const F32Scores<kRowsAreKeys, kM, kN> scores{lane_, first + warp_ * Tile::kWarpRows, warp_ * Tile::kWarpRows / int(kGranule),
@@ -62,14 +60,15 @@ class F32Backward {
 
     const auto load_turn = [&](int stage, int at) {
       const uint32_t tile = turn(stage);
-      f32_load<kN, kDim, Tile::kThreads>(tile, kRowsAreKeys ? args_.q : args_.k, kRowsAreKeys ? q : k, at);
-      f32_load<kN, kDim, Tile::kThreads>(tile + Tile::kTurnBytes, kRowsAreKeys ? args_.grad_out : args_.v, kRowsAreKeys ? grad : v, at);
+      const int its = kRowsAreKeys ? head : kv;
+      load<kN>(tile, kRowsAreKeys ? args_.q : args_.k, batch, its, at);
+      load<kN>(tile + Tile::kTurnBytes, kRowsAreKeys ? args_.grad_out : args_.v, batch, its, at);
       if (kRowsAreKeys && int(threadIdx.x) < kN) load_stats(tile + 2 * Tile::kTurnBytes, rows_before, at);
     };
     if (load_own) {
-      f32_load<Tile::kRows, kDim, Tile::kThreads>(shared_, kRowsAreKeys ? args_.k : args_.q, kRowsAreKeys ? k : q, first);
-      f32_load<Tile::kRows, kDim, Tile::kThreads>(shared_ + Tile::kOwnBytes, kRowsAreKeys ? args_.v : args_.grad_out,
-                                                   kRowsAreKeys ? v : grad, first);
+      const int its = kRowsAreKeys ? kv : head;
+      load<Tile::kRows>(shared_, kRowsAreKeys ? args_.k : args_.q, batch, its, first);
+      load<Tile::kRows>(shared_ + Tile::kOwnBytes, kRowsAreKeys ? args_.v : args_.grad_out, batch, its, first);
     }
     if constexpr (!kRowsAreKeys) read_stats(rows_before, scores.row);
     int stage = 0;
@@ -102,6 +101,10 @@ class F32Backward {
   }
 
  private:
+  template <int kRows>
+  __device__ void load(uint32_t tile, const F32Tensor& t, int batch, int head, int first) const {
+    f32_load<kRows, kDim, Tile::kThreads>(tile, t, f32_plane(t, batch, head), first);
+  }
   __device__ uint32_t turn(int stage) const { return shared_ + 2 * Tile::kOwnBytes + stage * Tile::kStageBytes; }
 
   __device__ void start(F32Tiles<kRowsAreKeys, Tile::kRows, kN>& tiles, const int32_t* plan, int first) const {

@@ -101,18 +101,23 @@ struct F32Scores {
   int64_t values;  // the mask's plane
   const int32_t* bits;
 
-  // act(score, query, key)
-  template <typename Act>
-  __device__ void for_each(float (&s)[kM][kN / 8][4], int column, const Act& act) const {
+  // A lane's rows and columns, and their places in the tile but for the lane's part.
+  static constexpr int kRowsOfLane = 2 * kM, kColumnsOfLane = kN / 4;
+  static constexpr int kQueries = kRowsAreKeys ? kColumnsOfLane : kRowsOfLane, kKeys = kRowsAreKeys ? kRowsOfLane : kColumnsOfLane;
+  __device__ static constexpr int row_place(int i) { return 8 * i; }
+  __device__ static constexpr int column_place(int i) { return 8 * (i / 2) + i % 2; }
+
+  // act(score, of_query(query), key)
+  template <typename OfQuery, typename Act>
+  __device__ void for_each(float (&s)[kM][kN / 8][4], int column, const OfQuery& of_query, const Act& act) const {
+    const int lane_row = row + lane / 4, lane_column = column + lane % 4 * 2;
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    for (int i = 0; i < kQueries; ++i) {
+      const auto known = of_query(kRowsAreKeys ? lane_column + column_place(i) : lane_row + row_place(i));
 #pragma unroll
-      for (int n = 0; n < kN / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = row + 16 * m + 8 * (i / 2) + lane / 4, c = column + 8 * n + 2 * (lane % 4) + i % 2;
-          act(s[m][n][i], kRowsAreKeys ? c : r, kRowsAreKeys ? r : c);
-        }
+      for (int j = 0; j < kKeys; ++j) {
+        const int r = kRowsAreKeys ? j : i, c = kRowsAreKeys ? i : j;
+        act(s[r / 2][c / 2][r % 2 * 2 + c % 2], known, kRowsAreKeys ? lane_row + row_place(j) : lane_column + column_place(j));
       }
     }
   }
@@ -125,25 +130,38 @@ struct F32Scores {
   }
 
   __device__ void apply(const F32Args& args, float (&s)[kM][kN / 8][4], int column, int classes) const {
-    for_each(s, column, [&](float& score, int, int) { score = ptx::multiply(score, args.scale); });
+    const auto itself = [](int query) { return query; };
+    for_each(s, column, itself, [&](float& score, int, int) { score = ptx::multiply(score, args.scale); });
     const int kind = classes >> 2 * own & 3;
     if (kind == kMixed || kind == kBits) {
-      const FwdMask& mask = args.mask;
-      const auto* added = kind == kMixed ? static_cast<const float*>(mask.values) : nullptr;
-      for_each(s, column, [&](float& score, int query, int key) {
-        const int q = min(query, mask.queries - 1), k = min(key, mask.keys - 1);
-        if (added) score = ptx::subtract(score, -__ldg(added + values + q * mask.stride_query + k * mask.stride_key));
-        const uint32_t word = uint32_t(__ldg(bits + q * mask.bits_stride + k / 32));
-        if (!(word >> k % 32 & 1)) score = kMinusInfinity;
-      });
+      apply_mask(args.mask, s, column, kind == kMixed ? static_cast<const float*>(args.mask.values) : nullptr);
     } else if (kind == kEmpty) {
-      for_each(s, column, [&](float& score, int, int) { score = kMinusInfinity; });
+      for_each(s, column, itself, [&](float& score, int, int) { score = kMinusInfinity; });
     }
     if (cut(args, column)) {
-      for_each(s, column, [&](float& score, int query, int key) {
+      for_each(s, column, itself, [&](float& score, int query, int key) {
         if (key < query + args.band_lo || key > query + args.band_hi || key >= args.seq_k) score = kMinusInfinity;
       });
     }
+  }
+
+ private:
+  // added: the values of an additive mask, or null.
+  __device__ void apply_mask(const FwdMask& mask, float (&s)[kM][kN / 8][4], int column, const float* added) const {
+    struct OfQuery {
+      const int32_t* bits;
+      const float* added;
+    };
+    const auto of_query = [&](int query) {
+      __syncwarp();  // the loads of one query at a time: there are no registers for more
+      const int q = min(query, mask.queries - 1);
+      return OfQuery{bits + q * mask.bits_stride, added ? added + values + q * mask.stride_query : nullptr};
+    };
+    for_each(s, column, of_query, [&](float& score, const OfQuery& query, int key) {
+      const int k = min(key, mask.keys - 1);
+      if (query.added) score = ptx::subtract(score, -__ldg(query.added + k * mask.stride_key));
+      if (!(uint32_t(__ldg(query.bits + k / 32)) >> k % 32 & 1)) score = kMinusInfinity;
+    });
   }
 };
 
