@@ -54,7 +54,7 @@ constexpr KernelEntry kTable[] = {
      "a block of keys a tile, P and dS in registers up to 128 columns, dQ added up in float32; a mask's gradient in a pass of its own",
      launch_backward_sm90, nullptr, scratch_backward_sm90},
     {"flashsdpa_fwd_f32_sm90", "src/cuda/sm90/f32_forward.cuh", Pass::kForward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
-     kForwardFeatures | kBatchInvariant, 256, 128, 64,
+     kForwardFeatures | kBatchInvariant, 256, 64, 64,
      "mma.sync on TF32, three products for float32 or one where torch allows it, two blocks a processor",
      launch_forward_f32_sm90, describe_forward_f32_sm90},
     {"flashsdpa_bwd_f32_sm90", "src/cuda/sm90/f32_backward.cuh", Pass::kBackward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),

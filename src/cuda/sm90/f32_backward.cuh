@@ -51,12 +51,8 @@ class F32Backward {
   __device__ void visit(int batch, int head, int first, bool load_own) {
     const int kv = head / args_.group;
     const int64_t rows_before = (int64_t{batch} * args_.heads_q + head) * args_.seq_q;
-    const int32_t* plan = args_.mask.plan + batch * args_.mask.plan_batch + head * args_.mask.plan_head;
-    const F32Scores<kRowsAreKeys, kM, kN> scores{lane_, first + warp_ * Tile::kWarpRows, warp_ * Tile::kWarpRows / int(kGranule),
-                                                 batch * args_.mask.stride_batch + head * args_.mask.stride_head,
-                                                 plan + args_.mask.bits_offset};
-    F32Tiles<kRowsAreKeys, Tile::kRows, kN> tiles;
-    start(tiles, plan, first);
+    const F32Scores<kRowsAreKeys, kM, kN> scores(args_, batch, head, first, warp_, lane_);
+    F32Tiles<kRowsAreKeys, Tile::kRows, kN> tiles(args_, batch, head, first);
 
     const auto load_turn = [&](int stage, int at) {
       const uint32_t tile = turn(stage);
@@ -107,22 +103,14 @@ class F32Backward {
   }
   __device__ uint32_t turn(int stage) const { return shared_ + 2 * Tile::kOwnBytes + stage * Tile::kStageBytes; }
 
-  __device__ void start(F32Tiles<kRowsAreKeys, Tile::kRows, kN>& tiles, const int32_t* plan, int first) const {
-    if constexpr (kRowsAreKeys) {
-      const int last = min(first + Tile::kRows, args_.seq_k) - 1;
-      tiles.start(args_.mask, plan, first, max(first - args_.band_hi, 0), min(last - args_.band_lo, args_.seq_q - 1) + 1);
-    } else {
-      const int last = min(first + Tile::kRows, args_.seq_q) - 1;
-      tiles.start(args_.mask, plan, first, max(first + args_.band_lo, 0), min(last + args_.band_hi, args_.seq_k - 1) + 1);
-    }
-  }
-
   // One query a thread; those past the last one have Q and dO of 0, so that any stats will do.
   __device__ void load_stats(uint32_t tile, int64_t rows_before, int at) const {
     const int i = int(threadIdx.x), query = at + i, bytes = query < args_.seq_q ? 4 : 0;
     const float* const stats[3] = {args_.stats.lse, args_.stats.delta, args_.stats.shift};
 #pragma unroll
-    for (int s = 0; s < 3; ++s) ptx::copy_async<4>(tile + s * Tile::kStatBytes + 4 * i, stats[s] + (bytes ? rows_before + query : 0), bytes);
+    for (int s = 0; s < 3; ++s) {
+      ptx::copy_async<4>(tile + s * Tile::kStatBytes + 4 * i, stats[s] + (bytes ? rows_before + query : 0), bytes);
+    }
   }
   __device__ void read_stats(int64_t rows_before, int row) {
 #pragma unroll
@@ -180,10 +168,11 @@ class F32Backward {
 };
 
 template <int kDim, F32Sums kSums, bool kExact>
-__global__ void __launch_bounds__(F32BwdTile<kDim, kSums>::kThreads, 1) flashsdpa_bwd_f32_sm90(const __grid_constant__ F32Args args) {
+__global__ void __launch_bounds__(F32BwdTile<kDim, kSums>::kThreads, 1)
+    flashsdpa_bwd_f32_sm90(const __grid_constant__ F32Args args) {
   using Tile = F32BwdTile<kDim, kSums>;
   extern __shared__ uint8_t memory[];
-  F32Backward<Tile, kExact> backward(args, (ptx::shared_address(memory) + kF32Align - 1) / kF32Align * kF32Align);
+  F32Backward<Tile, kExact> backward(args, f32_align(ptx::shared_address(memory)));
   const int heads = Tile::kRowsAreKeys ? args.heads_kv : args.heads_q;
   const int place = int(blockIdx.x / uint32_t(args.planes)), plane = int(blockIdx.x % uint32_t(args.planes));
   const int batch = plane / heads, head = plane % heads;

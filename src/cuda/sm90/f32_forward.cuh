@@ -81,27 +81,24 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
   using Tile = F32FwdTile<kDim>;
   constexpr int kM = Tile::kM, kN = Tile::kBlockN;
   extern __shared__ uint8_t memory[];
-  const uint32_t q_tile = (ptx::shared_address(memory) + kF32Align - 1) / kF32Align * kF32Align;
+  const uint32_t q_tile = f32_align(ptx::shared_address(memory));
   const uint32_t k_tile = q_tile + Tile::kQBytes, v_tile = k_tile + Tile::kKBytes;
 
   const int block = args.blocks - 1 - int(blockIdx.x / uint32_t(args.planes));  // with a band, later queries see more keys
   const int plane = int(blockIdx.x % uint32_t(args.planes)), batch = plane / args.heads_q, head = plane % args.heads_q;
-  const int first = block * Tile::kBlockM, last = min(first + Tile::kBlockM, args.seq_q) - 1;
+  const int first = block * Tile::kBlockM;
   const float* q = f32_plane(args.q, batch, head);
   const float* k = f32_plane(args.k, batch, head / args.group);
   const float* v = f32_plane(args.v, batch, head / args.group);
-  const int32_t* plan = args.mask.plan + batch * args.mask.plan_batch + head * args.mask.plan_head;
 
-  F32Tiles<false, Tile::kBlockM, kN> tiles;
-  tiles.start(args.mask, plan, first, max(first + args.band_lo, 0), min(last + args.band_hi, args.seq_k - 1) + 1);
+  F32Tiles<false, Tile::kBlockM, kN> tiles(args, batch, head, first);
   f32_load<Tile::kBlockM, kDim, Tile::kThreads>(q_tile, args.q, q, first);
   if (tiles.more()) f32_load<kN, kDim, Tile::kThreads>(k_tile, args.k, k, tiles.at);
   ptx::copy_async_commit();
 
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
   const int row = first + warp * Tile::kWarpRows;
-  const F32Scores<false, kM, kN> scores{lane, row, warp * Tile::kWarpRows / int(kGranule),
-                                        batch * args.mask.stride_batch + head * args.mask.stride_head, plan + args.mask.bits_offset};
+  const F32Scores<false, kM, kN> scores(args, batch, head, first, warp, lane);
   F32Softmax<kM> softmax;
   float o[kM][kDim / 8][4] = {};
   while (tiles.more()) {

@@ -22,7 +22,8 @@ __device__ inline bool f32_pre_rows(const F32Args& args, int batch, int head, in
   for (int row = first + warp; row < end; row += Tile::kWarps) {
     float sum = 0.f;
     for (int c = lane; c < args.out.columns; c += ptx::kWarpLanes) {
-      sum = fmaf(__ldg(out + row * args.out.stride_row + c), __ldg(grad + row * args.grad_out.stride_row + c * args.grad_out.stride_column), sum);
+      const float g = __ldg(grad + row * args.grad_out.stride_row + c * args.grad_out.stride_column);
+      sum = fmaf(__ldg(out + row * args.out.stride_row + c), g, sum);
     }
     for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
     if (lane == 0) {
@@ -37,7 +38,8 @@ __device__ inline bool f32_pre_rows(const F32Args& args, int batch, int head, in
 }
 
 template <int kDim, bool kExact>
-__global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads) flashsdpa_bwd_pre_f32_sm90(const __grid_constant__ F32Args args) {
+__global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads)
+    flashsdpa_bwd_pre_f32_sm90(const __grid_constant__ F32Args args) {
   using Tile = F32FwdTile<kDim>;
   constexpr int kM = Tile::kM, kN = Tile::kBlockN;
   const int block = int(blockIdx.x / uint32_t(args.planes)), plane = int(blockIdx.x % uint32_t(args.planes));
@@ -46,17 +48,14 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads) flashsdpa_bwd_pre_
 
   // The sum again, from the same scores as those of the other kernels, relative to what lse is. Such rows are hardly ever met.
   extern __shared__ uint8_t memory[];
-  const uint32_t q_tile = (ptx::shared_address(memory) + kF32Align - 1) / kF32Align * kF32Align, k_tile = q_tile + Tile::kQBytes;
-  const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes, row = first + warp * Tile::kWarpRows;
-  const int last = min(first + Tile::kBlockM, args.seq_q) - 1;
-  const int32_t* plan = args.mask.plan + batch * args.mask.plan_batch + head * args.mask.plan_head;
-  const F32Scores<false, kM, kN> scores{lane, row, warp * Tile::kWarpRows / int(kGranule),
-                                        batch * args.mask.stride_batch + head * args.mask.stride_head, plan + args.mask.bits_offset};
+  const uint32_t q_tile = f32_align(ptx::shared_address(memory)), k_tile = q_tile + Tile::kQBytes;
+  const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
+  const int row = first + warp * Tile::kWarpRows;
+  const F32Scores<false, kM, kN> scores(args, batch, head, first, warp, lane);
   const float* lse = args.given_lse;
   const auto query = [&](int r) { return row + 8 * r + lane / 4; };
   const auto at = [&](int r) { return int64_t{plane} * args.seq_q + min(query(r), args.seq_q - 1); };
-  F32Tiles<false, Tile::kBlockM, kN> tiles;
-  tiles.start(args.mask, plan, first, max(first + args.band_lo, 0), min(last + args.band_hi, args.seq_k - 1) + 1);
+  F32Tiles<false, Tile::kBlockM, kN> tiles(args, batch, head, first);
   f32_load<Tile::kBlockM, kDim, Tile::kThreads>(q_tile, args.q, f32_plane(args.q, batch, head), first);
   float sum[2 * kM] = {};
 #pragma unroll 1

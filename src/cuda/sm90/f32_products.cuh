@@ -3,7 +3,8 @@
 // Exact: an operand is a sum of two TF32 numbers, high and low, and a product is high * high + high * low + low * high; what is
 // left out is below float32's own rounding. The tensor cores round sums towards zero, which over many terms adds up: 16
 // terms are summed there, the small ones first, and their sums are added in ordinary arithmetic.
-// TF32: high * high, rounded to the nearest, in one chain.
+// An infinity has no two parts: what it takes part in is NaN.
+// TF32: high * high, in one chain.
 //
 // Accumulators are as those of wgmma (fwd_softmax.cuh), for kM blocks of 16 rows. Which of the 16 columns k of a product a
 // register stands for is free as long as A and B agree: here such that a lane's four lie side by side in memory.
@@ -23,7 +24,7 @@ struct F32Operand {
 
   __device__ void set(int i, float x) {
     if constexpr (kExact) {
-      // A NaN may lose itself in `high`; then `low` is one. TODO-INF
+      // Rounded to the nearest. A NaN may lose itself in `high`; then `low` is one, as it is of an infinity.
       high[i] = __float_as_uint(x) + 0x1000;
       low[i] = __float_as_uint(x - __uint_as_float(high[i] & 0xffffe000u));
     } else {
@@ -38,12 +39,13 @@ using F32OperandA = F32Operand<8, kExact>;
 template <bool kExact>
 using F32OperandB = F32Operand<4, kExact>;
 
-// Blocks of 8 columns that are multiplied at a time: each product waits for the one before in its chain, so chains go side by side.
+// Blocks of 8 columns that are multiplied at a time: a product waits for the one before in its chain, so chains go side by
+// side.
 template <int kM>
 constexpr int kF32Together = 4 / kM;
 
-// sum[m][first + n] += A[m] * B[n]. kLowAFirst: the order of the small products, for callers who want the same bits with A and B
-// exchanged.
+// sum[m][first + n] += A[m] * B[n]. kLowAFirst: the order of the small products, for callers who want the same bits with A
+// and B exchanged.
 template <bool kExact, bool kLowAFirst = true, int kM, int kN, int kBlocks>
 __device__ inline void f32_multiply(float (&sum)[kM][kBlocks][4], int first, const F32OperandA<kExact> (&a)[kM],
                                     const F32OperandB<kExact> (&b)[kN]) {
@@ -117,7 +119,8 @@ __device__ inline void f32_scores(float (&s)[kM][kN / 8][4], uint32_t x, uint32_
 
 // O += P * Y: P as accumulators, kN rows of Y, `columns` of it. Accumulator i of block n of O is column f32_column(n, i, lane).
 template <bool kExact, int kDim, int kM, int kN>
-__device__ inline void f32_add_product(float (&o)[kM][kDim / 8][4], const float (&p)[kM][kN / 8][4], uint32_t y, int columns, int lane) {
+__device__ inline void f32_add_product(float (&o)[kM][kDim / 8][4], const float (&p)[kM][kN / 8][4], uint32_t y, int columns,
+                                       int lane) {
   constexpr int kTogether = kF32Together<kM>;
   const int row = lane % 4 * 2, chunk = lane / 4;
   const uint32_t first = y + f32_place<kDim>(row, chunk), second = y + f32_place<kDim>(row + 1, chunk);
@@ -135,7 +138,8 @@ __device__ inline void f32_add_product(float (&o)[kM][kDim / 8][4], const float 
       float f[4][4];  // of rows k, k + 1, k + 8, k + 9: one column of each of four blocks
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        ptx::load_shared_floats((r % 2 ? second : first) + (j + r / 2 * 8) * kDim * 4 + n * 128, f[r][0], f[r][1], f[r][2], f[r][3]);
+        const uint32_t from = (r % 2 ? second : first) + (j + r / 2 * 8) * kDim * 4 + n * 128;
+        ptx::load_shared_floats(from, f[r][0], f[r][1], f[r][2], f[r][3]);
       }
 #pragma unroll
       for (int first = 0; first < 4; first += kTogether) {

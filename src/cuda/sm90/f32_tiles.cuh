@@ -15,6 +15,8 @@ namespace flashsdpa {
 constexpr int kF32Chunk = 4;          // floats
 constexpr uint32_t kF32Align = 128;  // of tiles: parts of an address can then be found by xor
 
+__device__ inline uint32_t f32_align(uint32_t shared) { return (shared + kF32Align - 1) / kF32Align * kF32Align; }
+
 __device__ constexpr uint32_t f32_swizzle(int row) { return uint32_t((row ^ row >> 1) & 1) << 2 | uint32_t(row >> 2 & 1) << 1; }
 // Of a chunk, in a tile whose rows are kDim floats.
 template <int kDim>

@@ -9,6 +9,10 @@
 
 namespace flashsdpa {
 
+__device__ inline const int32_t* f32_plan(const FwdMask& mask, int batch, int head) {
+  return mask.plan + batch * mask.plan_batch + head * mask.plan_head;
+}
+
 // The plan's lists of the granules that own a block's rows, read from the front to the end.
 template <bool kRowsAreKeys, int kOwn>
 class F32PlanWalk {
@@ -21,7 +25,8 @@ class F32PlanWalk {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int own = min(granule + i, (kRowsAreKeys ? mask.cols : mask.rows) - 1);
-      const int32_t* list = plan + (kRowsAreKeys ? plan_col_offset<int64_t>(own, mask.rows, mask.cols) : plan_row_offset(own, mask.cols));
+      const int32_t* list =
+          plan + (kRowsAreKeys ? plan_col_offset<int64_t>(own, mask.rows, mask.cols) : plan_row_offset(own, mask.cols));
       left_[i] = __ldg(list);
       entries_[i] = list + 1;
     }
@@ -65,10 +70,12 @@ class F32Tiles {
   int at;       // the tile's first query or key
   int classes;  // of its granules
 
-  __device__ void start(const FwdMask& mask, const int32_t* plan, int own, int first, int end) {
-    end_ = end;
-    masked_ = mask.plan != nullptr;
-    if (masked_) walk_.start(mask, plan, own / int(kGranule));
+  // own: the first of the block's rows.
+  __device__ F32Tiles(const F32Args& args, int batch, int head, int own) : masked_(args.mask.plan != nullptr) {
+    const int last = min(own + kRows, kRowsAreKeys ? args.seq_k : args.seq_q) - 1;
+    const int first = max(kRowsAreKeys ? own - args.band_hi : own + args.band_lo, 0);
+    end_ = kRowsAreKeys ? min(last - args.band_lo, args.seq_q - 1) + 1 : min(last + args.band_hi, args.seq_k - 1) + 1;
+    if (masked_) walk_.start(args.mask, f32_plan(args.mask, batch, head), own / int(kGranule));
     seek(first / kN * kN);
   }
   __device__ bool more() const { return at < end_; }
@@ -101,9 +108,17 @@ struct F32Scores {
   int64_t values;  // the mask's plane
   const int32_t* bits;
 
+  // first: the block's first row, of which `warp` has the 16 kM at its place.
+  __device__ F32Scores(const F32Args& args, int batch, int head, int first, int warp, int lane)
+      : lane(lane),
+        row(first + warp * 16 * kM),
+        own(warp * 16 * kM / int(kGranule)),
+        values(batch * args.mask.stride_batch + head * args.mask.stride_head),
+        bits(f32_plan(args.mask, batch, head) + args.mask.bits_offset) {}
+
   // A lane's rows and columns, and their places in the tile but for the lane's part.
-  static constexpr int kRowsOfLane = 2 * kM, kColumnsOfLane = kN / 4;
-  static constexpr int kQueries = kRowsAreKeys ? kColumnsOfLane : kRowsOfLane, kKeys = kRowsAreKeys ? kRowsOfLane : kColumnsOfLane;
+  static constexpr int kRows = 2 * kM, kColumns = kN / 4;
+  static constexpr int kQueries = kRowsAreKeys ? kColumns : kRows, kKeys = kRowsAreKeys ? kRows : kColumns;
   __device__ static constexpr int row_place(int i) { return 8 * i; }
   __device__ static constexpr int column_place(int i) { return 8 * (i / 2) + i % 2; }
 
