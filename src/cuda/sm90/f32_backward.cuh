@@ -51,7 +51,7 @@ class F32Backward {
   __device__ void visit(int batch, int head, int first, bool load_own) {
     const int kv = head / args_.group;
     const int64_t rows_before = (int64_t{batch} * args_.heads_q + head) * args_.seq_q;
-    const F32Scores<kRowsAreKeys, kM, kN> scores(args_, batch, head, first, warp_, lane_);
+    const F32Scores<kRowsAreKeys, kM, kN> scores(batch, head, first, warp_, lane_);
     F32Tiles<kRowsAreKeys, Tile::kRows, kN> tiles(args_, batch, head, first);
 
     const auto load_turn = [&](int stage, int at) {

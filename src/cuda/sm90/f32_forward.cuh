@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
 
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
   const int row = first + warp * Tile::kWarpRows;
-  const F32Scores<false, kM, kN> scores(args, batch, head, first, warp, lane);
+  const F32Scores<false, kM, kN> scores(batch, head, first, warp, lane);
   F32Softmax<kM> softmax;
   float o[kM][kDim / 8][4] = {};
   while (tiles.more()) {

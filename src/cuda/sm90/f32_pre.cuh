@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads)
   const uint32_t q_tile = f32_align(ptx::shared_address(memory)), k_tile = q_tile + Tile::kQBytes;
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
   const int row = first + warp * Tile::kWarpRows;
-  const F32Scores<false, kM, kN> scores(args, batch, head, first, warp, lane);
+  const F32Scores<false, kM, kN> scores(batch, head, first, warp, lane);
   const float* lse = args.given_lse;
   const auto query = [&](int r) { return row + 8 * r + lane / 4; };
   const auto at = [&](int r) { return int64_t{plane} * args.seq_q + min(query(r), args.seq_q - 1); };

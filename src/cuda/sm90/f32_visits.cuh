@@ -105,16 +105,11 @@ struct F32Scores {
   int lane;
   int row;         // the warp's first query, or key
   int own;         // which of the block's granules that is in
-  int64_t values;  // the mask's plane
-  const int32_t* bits;
+  int batch, head;
 
   // first: the block's first row, of which `warp` has the 16 kM at its place.
-  __device__ F32Scores(const F32Args& args, int batch, int head, int first, int warp, int lane)
-      : lane(lane),
-        row(first + warp * 16 * kM),
-        own(warp * 16 * kM / int(kGranule)),
-        values(batch * args.mask.stride_batch + head * args.mask.stride_head),
-        bits(f32_plan(args.mask, batch, head) + args.mask.bits_offset) {}
+  __device__ F32Scores(int batch, int head, int first, int warp, int lane)
+      : lane(lane), row(first + warp * 16 * kM), own(warp * 16 * kM / int(kGranule)), batch(batch), head(head) {}
 
   // A lane's rows and columns, and their places in the tile but for the lane's part.
   static constexpr int kRows = 2 * kM, kColumns = kN / 4;
@@ -149,7 +144,7 @@ struct F32Scores {
     for_each(s, column, itself, [&](float& score, int, int) { score = ptx::multiply(score, args.scale); });
     const int kind = classes >> 2 * own & 3;
     if (kind == kMixed || kind == kBits) {
-      apply_mask(args.mask, s, column, kind == kMixed ? static_cast<const float*>(args.mask.values) : nullptr);
+      apply_mask(args.mask, s, column, kind == kMixed && args.mask.values);
     } else if (kind == kEmpty) {
       for_each(s, column, itself, [&](float& score, int, int) { score = kMinusInfinity; });
     }
@@ -161,20 +156,21 @@ struct F32Scores {
   }
 
  private:
-  // added: the values of an additive mask, or null.
-  __device__ void apply_mask(const FwdMask& mask, float (&s)[kM][kN / 8][4], int column, const float* added) const {
+  __device__ void apply_mask(const FwdMask& mask, float (&s)[kM][kN / 8][4], int column, bool has_values) const {
+    const int32_t* bits = f32_plan(mask, batch, head) + mask.bits_offset;
+    const float* values = static_cast<const float*>(mask.values) + batch * mask.stride_batch + head * mask.stride_head;
     struct OfQuery {
       const int32_t* bits;
-      const float* added;
+      const float* values;
     };
     const auto of_query = [&](int query) {
       __syncwarp();  // the loads of one query at a time: there are no registers for more
       const int q = min(query, mask.queries - 1);
-      return OfQuery{bits + q * mask.bits_stride, added ? added + values + q * mask.stride_query : nullptr};
+      return OfQuery{bits + q * mask.bits_stride, has_values ? values + q * mask.stride_query : nullptr};
     };
     for_each(s, column, of_query, [&](float& score, const OfQuery& query, int key) {
       const int k = min(key, mask.keys - 1);
-      if (query.added) score = ptx::subtract(score, -__ldg(query.added + k * mask.stride_key));
+      if (query.values) score = ptx::subtract(score, -__ldg(query.values + k * mask.stride_key));
       if (!(uint32_t(__ldg(query.bits + k / 32)) >> k % 32 & 1)) score = kMinusInfinity;
     });
   }
