@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import BANDS, BROADCASTS, MASK_KINDS, MASK_STRIDES, Case, inputs, make_mask
 from emulator import Emulator, build
-from oracle import INF, Call, Inputs, check, check_counting, generator
+from oracle import INF, Call, Inputs, check, check_counting, generator, reference
 from test_emulated_backward import attention, runner  # noqa: F401
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulator is tried on x86-64 alone")
@@ -178,3 +178,21 @@ def test_values_of_skipped_granules_are_not_read(attention):
     keep[..., 128:] = False
     x.v[:, :, 128:] = float("nan")
     assert attention(x.q, x.k, x.v, keep, **Call().op_arguments())[0].isfinite().all()
+
+
+@pytest.fixture
+def tf32(emulator):
+    emulator.library.allow_tf32(1)
+    yield
+    emulator.library.allow_tf32(0)
+
+
+@pytest.mark.parametrize("dim", CLASSES)
+def test_tf32(attention, tf32, dim):
+    """Errors of TF32, not more; numbers that it holds stay what they are."""
+    check_counting(1, 2, 1, 65, 129, dim, torch.float32, call=Call(is_causal=True), forward=attention)
+    x = inputs(Case("tf32", 1, (2, 1), (70, 100), (dim, dim), torch.float32))
+    got, want = runner(attention)(x, Call()), reference(x, Call())
+    for name, one, other in (("out", got.out, want.out), *((n, got.grads[n], want.grads[n]) for n in got.grads)):
+        error = ((one.double() - other).abs().max() / other.abs().max()).item()
+        assert 1e-5 < error < 2e-3, (name, error)

@@ -1,5 +1,5 @@
 // The float32 launchers behind the names and flat arguments of forward_shim.cu and backward_shim.cu, so that the same caller
-// serves. `tf32`, where those have `bfloat16`: what a caller of torch's matmul would be allowed.
+// serves; what means nothing here has no name.
 #include "src/cuda/launchers.h"
 #include "tests/gpu/mask_shim.h"
 
@@ -9,7 +9,9 @@ using namespace flashsdpa;
 
 namespace {
 
-Problem problem_of(const int64_t* sizes, const int64_t* band, double scale, int tf32) {
+bool tf32_allowed = false;
+
+Problem problem_of(const int64_t* sizes, const int64_t* band, double scale) {
   Problem p{};
   p.batch = sizes[0];
   p.heads_q = sizes[1];
@@ -21,7 +23,7 @@ Problem problem_of(const int64_t* sizes, const int64_t* band, double scale, int 
   p.dtype = DType::kFloat32;
   p.scale = scale;
   p.band = {band[0], band[1]};
-  p.allow_tf32 = tf32;
+  p.allow_tf32 = tf32_allowed;
   return p;
 }
 
@@ -34,14 +36,17 @@ void fill(AnyView* view, Data data, const int64_t* strides, int i, int axes) {
 
 }  // namespace
 
+// From now on, as torch's matmul may be.
+FLASHSDPA_SHIM void allow_tf32(int allowed) { tf32_allowed = allowed; }
+
 FLASHSDPA_SHIM int64_t forward_scratch(const int64_t*, const int64_t*, const int32_t*, const int64_t*) { return 0; }
 
 FLASHSDPA_SHIM const char* forward(const void* q, const void* k, const void* v, void* out, void* lse, void*, void*,
                                    const int64_t* strides, const int64_t* sizes, const int64_t* band, const int32_t*,
                                    const void* mask, int mask_dtype, const int64_t* mask_layout, const int32_t* mask_plan,
-                                   int tf32, double scale, void* stream) {
+                                   int, double scale, void* stream) {
   ForwardParams f{};
-  f.problem = problem_of(sizes, band, scale, tf32);
+  f.problem = problem_of(sizes, band, scale);
   set_mask(mask, mask_dtype, mask_layout, mask_plan, &f.problem);
   fill(&f.q, q, strides, 0, 3);
   fill(&f.k, k, strides, 1, 3);
@@ -55,10 +60,10 @@ FLASHSDPA_SHIM const char* forward(const void* q, const void* k, const void* v, 
 
 FLASHSDPA_SHIM const char* backward(void* const* tensors, const int64_t* strides, const void* lse, const void* grad_lse,
                                     const int64_t* sizes, const int64_t* band, const void* mask, int mask_dtype,
-                                    const int64_t* mask_layout, const int32_t* mask_plan, void*, int tf32, double scale, int,
+                                    const int64_t* mask_layout, const int32_t* mask_plan, void*, int, double scale, int,
                                     void* scratch, int64_t* scratch_bytes, void* stream) {
   BackwardParams b{};
-  b.problem = problem_of(sizes, band, scale, tf32);
+  b.problem = problem_of(sizes, band, scale);
   set_mask(mask, mask_dtype, mask_layout, mask_plan, &b.problem);
   ConstView* const inputs[5] = {&b.grad_out, &b.q, &b.k, &b.v, &b.out};
   View* const gradients[3] = {&b.dq, &b.dk, &b.dv};
