@@ -19,6 +19,10 @@ constexpr uint32_t kBackwardFeatures = kForwardFeatures | kBiasGrad | kLseGrad;
 constexpr uint32_t kCpuExtras = kSoftcap | kAlibi | kSinks | kBatchInvariant | kDropout;
 constexpr uint32_t kCpuForward = kForwardFeatures | kCpuExtras, kCpuBackward = kBackwardFeatures | kCpuExtras;
 
+#if defined(FLASHSDPA_HAVE_CUDA)
+bool always(const void*) { return true; }
+#endif
+
 // One CPU instruction set: four entries.
 // clang-format off
 #define FLASHSDPA_CPU_ENTRIES(set, isa)                                                                                \
@@ -53,6 +57,14 @@ constexpr KernelEntry kTable[] = {
      bit(DType::kBFloat16) | bit(DType::kFloat16), kBackwardFeatures, 256, 64, 128,
      "a block of keys a tile, P and dS in registers up to 128 columns, dQ added up in float32; a mask's gradient in a pass of its own",
      launch_backward_sm90, nullptr, scratch_backward_sm90, backward_needs_plan_sm90},
+    {"flashsdpa_fwd_f32_sm90", "src/cuda/sm90/f32_forward.cuh", Pass::kForward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
+     kForwardFeatures | kBatchInvariant, 256, 64, 64,
+     "mma.sync on TF32, three products for float32 or one where torch allows it, two blocks a processor",
+     launch_forward_f32_sm90, describe_forward_f32_sm90, nullptr, always},
+    {"flashsdpa_bwd_f32_sm90", "src/cuda/sm90/f32_backward.cuh", Pass::kBackward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
+     kForwardFeatures | kLseGrad | kBatchInvariant, 256, 128, 64,
+     "mma.sync on TF32, three products for float32 or one where torch allows it; dQ by queries, dK and dV by keys, no atomics",
+     launch_backward_f32_sm90, nullptr, scratch_backward_f32_sm90, always},
     {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,
      kMasks, kBoolMask | kBias, 0, 64, 64, "one pass over the mask, then lists", launch_mask_plan_sm90},
 #endif

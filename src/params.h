@@ -93,6 +93,7 @@ struct Problem {
   HeadView sinks;  // a logit more in each row's softmax, without a value; lse has it too
   // The same bits for a sequence in any batch: what they depend on is chosen for planned_batch() sequences.
   bool batch_invariant = false;
+  bool allow_tf32 = false;  // CUDA, float32: operands of products may be rounded to TF32, as torch allows its own matmul
 };
 
 inline int64_t planned_batch(const Problem& p) { return p.batch_invariant ? std::min<int64_t>(p.batch, 1) : p.batch; }

@@ -163,6 +163,13 @@ void take_plan_alone(const Tensor& plan, const at::Device& device, Problem* p) {
   std::copy(std::begin(sizes), std::end(sizes), p->mask.size);
 }
 
+// Whether torch's own products on CUDA would round float32 to TF32 here: of its flags, old and new ones, that which cuBLAS is
+// set up by. (allowTF32CuBLAS() raises where the old and the new one disagree.)
+bool torch_allows_tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32 &&
+         !at::NoTF32Guard::should_disable_tf32();
+}
+
 Problem problem(const Call& call) {
   const Options& o = call.options;
   Problem p;
@@ -182,6 +189,7 @@ Problem problem(const Call& call) {
   p.dropout = dropout(o);
   p.sinks = head_view(o.sinks);
   p.batch_invariant = o.batch_invariant;
+  p.allow_tf32 = p.dtype == DType::kFloat32 && call.device.is_cuda() && torch_allows_tf32();
   const at::Device device = call.query.device();
   if (given(o.attn_mask)) {
     p.mask = mask_view(*o.attn_mask);

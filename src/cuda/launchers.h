@@ -16,6 +16,10 @@ bool forward_needs_plan_sm90(const void* params);
 const char* launch_backward_sm90(const void* params, const Launch& launch);   // BackwardParams
 int64_t scratch_backward_sm90(const void* params);
 bool backward_needs_plan_sm90(const void* params);
+const char* launch_forward_f32_sm90(const void* params, const Launch& launch);   // ForwardParams
+void describe_forward_f32_sm90(const void* params, KernelDetail* detail);
+const char* launch_backward_f32_sm90(const void* params, const Launch& launch);  // BackwardParams
+int64_t scratch_backward_f32_sm90(const void* params);
 const char* launch_mask_plan_sm90(const void* params, const Launch& launch);  // MaskPlanParams
 
 }  // namespace flashsdpa

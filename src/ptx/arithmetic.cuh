@@ -19,6 +19,13 @@ __device__ inline float subtract(float a, float b) {
   return difference;
 }
 
+// a * b, likewise.
+__device__ inline float multiply(float a, float b) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
 // Two floats as a pair of 16-bit elements, rounded to nearest even; `low` in the lower half.
 template <bool kBFloat16>
 __device__ inline uint32_t pack(float low, float high) {

@@ -48,6 +48,7 @@ struct Warp {
   uint32_t mask = 0, arrived = 0;
   uint64_t exchanges = 0;
   std::array<std::array<uint64_t, kWarp>, 2> values;  // of this exchange and the one before
+  std::array<std::array<std::array<uint32_t, 6>, kWarp>, 2> operands;  // of products of one warp, likewise
   int rest = 0;                                       // rounds in which it does not run
 };
 

@@ -4,6 +4,7 @@
 //   nvcc --options-file src/cuda/nvcc_options.txt -o ptx_self_test tests/gpu/ptx_self_test.cu && ./ptx_self_test
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
@@ -239,6 +240,36 @@ void check_copies() {
                   [&](int i, int e) -> uint16_t { return e < i % 3 ? values[2 * i + e] : 0; });
 }
 
+// Small numbers, whose sums are exact; the last bits of every float are noise that TF32 does not look at.
+void check_tf32() {
+  const auto noisy = [](int number) {
+    float x = float(number);
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits |= 0x1fff;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  };
+  const auto of_a = [](int i, int k) { return 1 + (3 * i + 5 * k) % 11; };
+  const auto of_b = [](int k, int j) { return 1 + (7 * k + 2 * j) % 13; };
+  std::vector<float> a(16 * 8), b(8 * 8), c(16 * 8);
+  for (int i = 0; i < 16; ++i) {
+    for (int k = 0; k < 8; ++k) a[i * 8 + k] = noisy(of_a(i, k)), c[i * 8 + k] = float(1000 * i + k);
+  }
+  for (int k = 0; k < 8; ++k) {
+    for (int j = 0; j < 8; ++j) b[k * 8 + j] = noisy(of_b(k, j));
+  }
+  const DeviceArray<float> from_a(a), from_b(b), from_c(c), out(std::vector<float>(kThreads / 32 * 128));
+  run(multiply_tf32, static_cast<const float*>(from_a.data), static_cast<const float*>(from_b.data),
+      static_cast<const float*>(from_c.data), out.data);
+  check<float>("mma tf32", out.read(), 8, [&](int row, int j) {
+    const int i = row % 16;
+    int sum = 1000 * i + j;
+    for (int k = 0; k < 8; ++k) sum += of_a(i, k) * of_b(k, j);
+    return float(sum);
+  });
+}
+
 void check_ring() {
   std::vector<uint16_t> values(kRounds * 64 * 64);
   for (size_t i = 0; i < values.size(); ++i) values[i] = uint16_t(i + 1);
@@ -254,6 +285,7 @@ int main() {
   check_packed_store();
   check_copies();
   check_ring();
+  check_tf32();
   check_transpose();
   check_fragments<false>();
   check_fragments<true>();

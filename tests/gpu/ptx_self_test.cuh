@@ -4,6 +4,7 @@
 #include "../../src/ptx/copy_async.cuh"
 #include "../../src/ptx/global.cuh"
 #include "../../src/ptx/mbarrier.cuh"
+#include "../../src/ptx/mma.cuh"
 #include "../../src/ptx/tma.cuh"
 #include "../../src/ptx/warpgroup.cuh"
 #include "../../src/ptx/wgmma.cuh"
@@ -198,6 +199,18 @@ __global__ void __launch_bounds__(kThreads) transpose(uint16_t* out) {
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 64 * 64; i += kThreads) out[i] = load_shared_2(tile + swizzled(64, i / 64, i % 64));
+}
+
+// The product of one warp: a is 16 x 8, b 8 x 8, c and out 16 x 8, by rows; every warp makes the same.
+__global__ void __launch_bounds__(kThreads) multiply_tf32(const float* a, const float* b, const float* c, float* out) {
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
+  const auto of_a = [&](int i) { return __float_as_uint(a[(row + i % 2 * 8) * 8 + column + i / 2 * 4]); };
+  const auto of_b = [&](int i) { return __float_as_uint(b[(column + i * 4) * 8 + row]); };
+  const uint32_t four[4] = {of_a(0), of_a(1), of_a(2), of_a(3)};
+  float d[4], from[4];
+  for (int i = 0; i < 4; ++i) from[i] = c[(row + i / 2 * 8) * 8 + 2 * column + i % 2];
+  mma_tf32(d, four, of_b(0), of_b(1), from);
+  for (int i = 0; i < 4; ++i) out[threadIdx.x / 32 * 128 + (row + i / 2 * 8) * 8 + 2 * column + i % 2] = d[i];
 }
 
 // out += 2 * in + in + 1 of 512 floats: two bulk additions, one made of the bulk-loaded values, and ordinary ones.

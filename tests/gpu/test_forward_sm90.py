@@ -376,7 +376,7 @@ def test_compiled():
 
 
 @pytest.mark.parametrize("change, reason", [
-    ({"dtype": torch.float32}, "dtype is float32"),
+    ({"dtype": torch.float64}, "dtype is float64"),
     ({"dim": 264}, "head_dim is 264"),
 ])  # fmt: skip
 def test_refusals_say_why(change, reason):

@@ -17,6 +17,7 @@ def test_ptx_layer(tmp_path):
     answer = subprocess.run([program], capture_output=True, text=True, timeout=60)
     print(answer.stdout)
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "ok    mma tf32\n" in answer.stdout
     widths = re.findall(r"struct Wgmma<(\d+)>", (ROOT / "src/ptx/wgmma_shapes.cuh").read_text())
     for width in widths:
         for form in ("ss", "rs"):

@@ -9,6 +9,7 @@ FEW_QUERIES = "tests/test_emulated_few_queries.py"
 BACKWARD = "tests/test_emulated_backward.py::"
 MASKED_BACKWARD = "tests/test_emulated_masked_backward.py::"
 MASK_GRADIENT = "tests/test_emulated_mask_gradient.py::"
+FLOAT32 = "tests/test_emulated_float32.py::"
 
 FAULTS = [
     Fault("K freed under its product", "src/cuda/sm90/fwd_consume.cuh",
@@ -192,4 +193,20 @@ FAULTS = [
     Fault("granules of the second row of a tile skipped", "src/cuda/sm90/bwd_mask_visits.cuh",
           "row < min(tile.m * kRows + kRows, mask.rows); ++row", "row < min(tile.m * kRows + kRows, mask.rows); row += kRows",
           MASK_GRADIENT + "test_many_visits"),
+    Fault("float32 products without the small parts", "src/cuda/sm90/f32_products.cuh",
+          "low[i] = __float_as_uint(x - __uint_as_float(high[i] & 0xffffe000u))", "low[i] = 0", FLOAT32 + "test_dims"),
+    Fault("float32 V not waited for", "src/cuda/sm90/f32_forward.cuh",
+          "    ptx::copy_async_wait_for_all_but<0>();\n    __syncthreads();  // V is there, and K read",
+          "    ptx::copy_async_wait_for_all_but<1>();\n    __syncthreads();  // V is there, and K read", FLOAT32 + "test_dims"),
+    Fault("float32 rows of the next tile before all have read the last", "src/cuda/sm90/f32_backward.cuh",
+          "        __syncthreads();\n        if (tiles.more()) load_turn(stage, tiles.at);", "        if (tiles.more()) load_turn(stage, tiles.at);",
+          FLOAT32 + "test_dims"),
+    Fault("float32 granule of the block's second half", "src/cuda/sm90/f32_visits.cuh",
+          "const int own = min(granule + i,", "const int own = min(granule,", FLOAT32 + "test_mask_kinds"),
+    Fault("float32 granule passed by", "src/cuda/sm90/f32_visits.cuh",
+          "__ldg(entries_[i]) >> 2 < n) ++entries_[i]", "__ldg(entries_[i]) >> 2 <= n) ++entries_[i]", FLOAT32 + "test_mask_kinds"),
+    Fault("float32 band cut short", "src/cuda/sm90/f32_backward.cuh",
+          "max(first - args_.band_hi, 0)", "max(first - args_.band_hi + 64, 0)", FLOAT32 + "test_bands"),
+    Fault("float32 delta of the wrong query", "src/cuda/sm90/f32_backward.cuh",
+          "(kRowsAreKeys ? delta[i % 2] : delta_[i / 2])", "(kRowsAreKeys ? delta[i / 2 % 2] : delta_[i / 2])", FLOAT32 + "test_dims"),
 ]

@@ -10,6 +10,10 @@ inline float subtract(float a, float b) {
   volatile float rounded = a;  // the host compiler makes multiply-adds too
   return rounded - b;
 }
+inline float multiply(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
 template <bool kBFloat16>
 float unpack(uint16_t element) {
   return emulation::to_float(element, kBFloat16);

@@ -1,0 +1,24 @@
+// The float32 kernels by class of head dims: q and k, v and out up to that many columns.
+#pragma once
+
+#include "../common/status.h"
+#include "f32_args.h"
+
+namespace flashsdpa {
+
+using F32Run = const char* (*)(const F32Args& args, uint32_t blocks, int device, cudaStream_t stream);
+
+// One kernel; `tf32`: with operands of one TF32 number.
+struct F32Kernel {
+  int block_m, block_n;  // rows that a block owns, and of a tile that it visits
+  F32Run exact, tf32;
+};
+
+struct F32Instance {
+  int dim;
+  F32Kernel forward, pre, queries, keys;  // queries: dQ by blocks of queries; keys: dK and dV by blocks of keys
+};
+
+extern const F32Instance kF32D64, kF32D128, kF32D256;
+
+}  // namespace flashsdpa
