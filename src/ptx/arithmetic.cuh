@@ -12,6 +12,27 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// 1 / x, error 1 unit in the last place, denormals to zero.
+__device__ inline float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// x, brought between -limit and limit; NaN stays, which fminf would lose.
+__device__ inline float clamp_keep(float x, float limit) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-limit));
+  return x;
+}
+
+// All 64 bits of a * b, in one instruction: of the plain product the assembler does not see that it needs no more.
+__device__ inline uint64_t multiply_wide(uint32_t a, uint32_t b) {
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // a - b, where the compiler must not make it a multiply-add.
 __device__ inline float subtract(float a, float b) {
   float difference;

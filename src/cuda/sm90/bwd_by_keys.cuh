@@ -11,6 +11,7 @@
 #include "bwd_mask.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_store.cuh"
+#include "bwd_terms.cuh"
 
 namespace flashsdpa {
 
@@ -32,6 +33,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], dp[kBlockM / 2], dq[kPieceColumns / 2];
   uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];
   BwdBlockMask<Tile> block_mask(shared, key, thread);
+  BwdBlockTerms<Tile> block_terms;
   Ring<2> ring;  // one block of queries: of Q, dO and dS, which go round together, and its phase is that of dQ
   Ring<kTileSlots> tile_ring;
   static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
@@ -215,6 +217,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       }
       ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
     };
+    // What soft cap, slopes and dropout are told of the block in turn: act(batch, head, the lane's first query and key).
+    const auto with_place = [&](const auto& act) {
+      act(work.batch, bwd_visit_head(shared, told_slot()), bwd_visit(shared, told_slot()).m() * kBlockM + lane_column,
+          first_key + lane_row);
+    };
     // From the S of one block of queries, under way, to its P and dS; and what is left of the block before, whose sums are under
     // way behind it.
     const auto make_scores = [&](auto is_second) {
@@ -224,6 +231,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       };
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
       const float flag = stats.coarse(lane);
+      if constexpr (Tile::kTerms) with_place([&](auto... place) { block_terms.draw(args, place...); });
       ptx::wgmma_wait<kSecond ? 2 : 0>();
       ptx::wgmma_settle(s);
       const BwdWord<Tile::kMasked> visit = bwd_visit(shared, told_slot());
@@ -231,7 +239,17 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       const auto add_values = [&] { block_mask.template add_values<kBFloat16>(args, work, told_slot(), s); };
       if constexpr (Tile::kValuesUnderSums) add_values();
       const bool values_left = !Tile::kValuesUnderSums && block_mask.adds(args, visit);
-      if (visit.edge() || values_left || block_mask.removes(args, visit) || coarse) {
+      if constexpr (Tile::kTerms) {
+        finish_before();
+        with_place([&](auto... place) { block_terms.apply(args, place..., s); });
+        add_values();
+        mask(visit, stats, coarse);
+        make_probabilities(stats);
+#pragma unroll
+        for (int i = 0; i < kBlockM / 2; i += 2) {
+          block_terms.template split<kBFloat16>(args, i, s[i], s[i + 1], p[i / 8][i % 8 / 2], ds[i / 8][i % 8 / 2]);
+        }
+      } else if (visit.edge() || values_left || block_mask.removes(args, visit) || coarse) {
         finish_before();  // first: a mask needs registers that its products have
         if constexpr (!Tile::kValuesUnderSums) add_values();
         mask(visit, stats, coarse);
@@ -260,6 +278,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 2) {
         const float* its = &delta[i / 8][stat_of(i % 8)];
+        if constexpr (Tile::kTerms) {
+          uint32_t& pair = ds[i / 8][i % 8 / 2];
+          pair = block_terms.template gradient<kBFloat16>(args, i, pair, dp[i], dp[i + 1], its[0], its[1]);
+          continue;
+        }
         p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
         ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
       }

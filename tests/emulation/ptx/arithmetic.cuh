@@ -10,6 +10,7 @@ inline float subtract(float a, float b) {
   volatile float rounded = a;  // the host compiler makes multiply-adds too
   return rounded - b;
 }
+inline uint64_t multiply_wide(uint32_t a, uint32_t b) { return uint64_t{a} * b; }
 template <bool kBFloat16>
 float unpack(uint16_t element) {
   return emulation::to_float(element, kBFloat16);
@@ -21,6 +22,8 @@ void unpack(uint32_t pair, float& low, float& high) {
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float reciprocal_fast(float x) { return 1.f / x; }
+inline float clamp_keep(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
 template <bool kBFloat16>
 uint32_t pack(float low, float high) {
