@@ -8,6 +8,9 @@
 
 namespace flashsdpa {
 
+// Of the terms of a call, those that kernels which compute scores must know; of sinks the log-sum-exp says it all.
+inline bool changes_scores(const Problem& p) { return p.softcap > 0 || p.slopes.data || has_dropout(p); }
+
 struct BwdInstance {
   int block_m, block_n, stages;
   int adders;  // that add to one block of dQ, each to its own part, and so the words of BwdArgs::turns it has

@@ -14,9 +14,6 @@ namespace {
 
 constexpr int64_t kCacheForQueries = 24 * 1024 * 1024;  // Q, dO and the sum of dQ of the heads in flight
 
-// Of the terms of a call, those that its kernels for scores must know; of sinks the log-sum-exp says it all.
-bool changes_scores(const Problem& p) { return p.softcap > 0 || p.slopes.data || has_dropout(p); }
-
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
   if (changes_scores(p)) return larger <= 64 ? kBwdTermsD64 : larger <= 128 ? kBwdTermsD128 : kBwdTermsD256;

@@ -37,6 +37,7 @@ int64_t fwd_partial_bytes(const Problem& p, const FwdPlan& plan);
 inline const FwdInstance& fwd_whole_instance(const Problem& p) {
   constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
   const int64_t larger = std::max(p.dim, p.dim_v);
+  if (has_score_terms(p)) return larger <= 64 ? kFwdTermsD64 : larger <= 128 ? kFwdTermsD128 : kFwdTermsD256;
   if (has_mask(p)) {
     if (larger <= 64) return kFwdMaskedD64;
     if (larger <= 128) return kFwdMaskedD128;
