@@ -231,7 +231,6 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       };
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
       const float flag = stats.coarse(lane);
-      if constexpr (Tile::kTerms) with_place([&](auto... place) { block_terms.draw(args, place...); });
       ptx::wgmma_wait<kSecond ? 2 : 0>();
       ptx::wgmma_settle(s);
       const BwdWord<Tile::kMasked> visit = bwd_visit(shared, told_slot());
@@ -241,7 +240,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       const bool values_left = !Tile::kValuesUnderSums && block_mask.adds(args, visit);
       if constexpr (Tile::kTerms) {
         finish_before();
-        with_place([&](auto... place) { block_terms.apply(args, place..., s); });
+        with_place([&](auto... place) {
+          block_terms.draw(args, place...);
+          block_terms.apply(args, place..., s);
+        });
         add_values();
         mask(visit, stats, coarse);
         make_probabilities(stats);

@@ -146,6 +146,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     }
   };
   const auto add_visit = [&] {
+    draw();  // here, where there are registers; the other consumer's products run meanwhile
     // What the visit shares with the one before is waited for again: it is there.
     ptx::mbarrier_wait(shared.full_q(visit.q_stage()), visit.q_phase());
     ptx::mbarrier_wait(shared.full_k(visit.k_stage()), visit.k_phase());
@@ -156,7 +157,6 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
     issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
                  shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
-    draw();
     ptx::wgmma_wait<1>();
     ptx::wgmma_settle(s);
     free_stage(BwdMaskVisit::kLeaveQ, shared.empty_q(visit.q_stage()));

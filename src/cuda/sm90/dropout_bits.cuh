@@ -13,8 +13,8 @@ struct PhiloxProduct {
   __device__ uint64_t operator()(uint64_t a, uint32_t m) const { return ptx::multiply_wide(uint32_t(a), m); }
 };
 
-// The random bits of one (batch, query head). The keys of the ten rounds and the two words of the counter that all calls share lie
-// in a warp's lanes, one in each, for there are no registers for them: a block of scores reads them anew.
+// The random bits of one (batch, query head). What all calls share, the keys of the ten rounds and two words of the counter, lies in
+// a warp's lanes, one word in each, and is shuffled anew for every two calls: there are no registers for it.
 class DropoutStream {
  public:
   DropoutStream() = default;
@@ -25,7 +25,7 @@ class DropoutStream {
     philox4x32(words, seed, seed >> 32, PhiloxProduct());
     const uint32_t low = lane & 1 ? uint32_t(words[1]) : uint32_t(words[0]);
     const uint32_t high = lane & 1 ? uint32_t(words[3]) : uint32_t(words[2]);
-    lane_word_ = lane < kShared ? low + lane / 2 * (lane & 1 ? kPhiloxStep1 : kPhiloxStep0) : high;
+    lane_word_ = lane < kOfCounter ? low + lane / 2 * (lane & 1 ? kPhiloxStep1 : kPhiloxStep0) : high;
   }
 
   // Rows are queries, columns keys. The lane's first of each: `query` of a row whose bit 3 is 0, `key` of 2 * (lane % 4) in a block
@@ -33,16 +33,17 @@ class DropoutStream {
   template <int kWords>
   __device__ void draw_by_queries(int query, int key, uint32_t (&bits)[kWords]) const {
     const uint32_t query_block = dropout_query_block(query), key_block = dropout_key_block(key);
-    const Schedule schedule(*this);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       uint32_t kept = 0;
+#pragma unroll 1
+      for (int group = 2; group >= 0; group -= 2) {  // of 16 keys: accumulators 8 * group and on, from the last on
+        const uint32_t key_blocks[2] = {key_block + (4 * word + group) * 4, key_block + (4 * word + group + 1) * 4};
+        const uint32_t query_blocks[2] = {query_block, query_block};
+        uint32_t drawn[2][4];
+        draw(key_blocks, query_blocks, drawn);
 #pragma unroll
-      for (int group = 3; group >= 0; --group) {  // of 16 keys: accumulators 8 * group and on, from the last on
-        uint32_t drawn[4];
-        schedule.draw(key_block + (4 * word + group) * 4, query_block, drawn);
-#pragma unroll
-        for (int i = 7; i >= 0; --i) append(kept, drawn[i / 4 * 2 + i % 2], i / 2 % 2);
+        for (int i = 15; i >= 0; --i) append(kept, drawn[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
       }
       bits[word] = kept;
     }
@@ -55,17 +56,18 @@ class DropoutStream {
   __device__ void draw_by_keys(int key, int query, uint32_t (&bits)[kWords]) const {
     const uint32_t odd = key & 1, key_block = dropout_key_block(key);
     const uint32_t query_block = dropout_query_block(query) + odd;
-    const Schedule schedule(*this);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       // Of each call 8 bits: the even key, the odd one, both 8 keys on; and the same 8 queries on.
       uint32_t own = 0;
+#pragma unroll 1
+      for (int group = 2; group >= 0; group -= 2) {  // of 16 queries
+        const uint32_t key_blocks[2] = {key_block, key_block};
+        const uint32_t query_blocks[2] = {query_block + (4 * word + group) * 8, query_block + (4 * word + group + 1) * 8};
+        uint32_t drawn[2][4];
+        draw(key_blocks, query_blocks, drawn);
 #pragma unroll
-      for (int group = 3; group >= 0; --group) {  // of 16 queries
-        uint32_t drawn[4];
-        schedule.draw(key_block, query_block + (4 * word + group) * 8, drawn);
-#pragma unroll
-        for (int i = 7; i >= 0; --i) append(own, drawn[i % 4], i / 4);
+        for (int i = 15; i >= 0; --i) append(own, drawn[i / 8][i % 4], i / 4 % 2);
       }
       // Accumulator i of 8 is query 8 * (i / 4) + i % 2 and key 8 * (i / 2 % 2): every other bit of the call for the even queries
       // is of this lane's keys, which makes the even accumulators, and every other bit of the call for the odd queries.
@@ -77,24 +79,22 @@ class DropoutStream {
   }
 
  private:
-  static constexpr int kShared = 2 * kPhiloxRounds;  // the first lane with a word that calls share
+  static constexpr int kOfCounter = 2 * kPhiloxRounds;  // the first lane with a word of the counter
 
-  struct Schedule {
-    uint32_t key[kPhiloxRounds][2], counter[2], kept;
-    __device__ explicit Schedule(const DropoutStream& stream) : kept(stream.kept_) {
+  // Two calls, whose latencies hide each other.
+  __device__ void draw(const uint32_t (&key_blocks)[2], const uint32_t (&query_blocks)[2], uint32_t (&words)[2][4]) const {
+    const auto shared_word = [&](int lane) { return uint64_t(__shfl_sync(0xffffffffu, lane_word_, lane)); };
+    const uint64_t high[2] = {shared_word(kOfCounter), shared_word(kOfCounter + 1)};
+    uint64_t counters[2][4] = {{key_blocks[0], query_blocks[0], high[0], high[1]},
+                               {key_blocks[1], query_blocks[1], high[0], high[1]}};
 #pragma unroll
-      for (int i = 0; i < kShared; ++i) key[i / 2][i % 2] = __shfl_sync(0xffffffffu, stream.lane_word_, i);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) counter[i] = __shfl_sync(0xffffffffu, stream.lane_word_, kShared + i);
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      const uint64_t k0 = shared_word(2 * round), k1 = shared_word(2 * round + 1);
+      for (auto& counter : counters) philox_round(counter, k0, k1, PhiloxProduct());
     }
-    __device__ void draw(uint32_t key_block, uint32_t query_block, uint32_t (&words)[4]) const {
-      uint64_t c[4] = {key_block, query_block, counter[0], counter[1]};
 #pragma unroll
-      for (const auto& k : key) philox_round(c, uint64_t(k[0]), uint64_t(k[1]), PhiloxProduct());
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = uint32_t(c[i]);
-    }
-  };
+    for (int i = 0; i < 8; ++i) words[i / 4][i % 4] = uint32_t(counters[i / 4][i % 4]);
+  }
 
   // Shifts in, from below, whether the half of `word` is less than kept_: the sign of their difference, in two instructions.
   __device__ void append(uint32_t& bits, uint32_t word, int half) const {

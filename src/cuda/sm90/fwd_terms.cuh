@@ -26,15 +26,15 @@ struct TileTerms<Tile, true> {
   static_assert(!Tile::kFew, "rows are queries");
   static constexpr int kWords = Tile::kBlockN / 64;
 
-  float slope;
+  int batch, head;
   float shrunk[2];         // what a sink leaves of a row's output
   DropoutStream stream;
   uint32_t kept[kWords];  // of the block in turn
 
   __device__ void start(const FwdArgs& args, const FwdWork& work, int lane) {
-    const ScoreTerms& terms = args.terms;
-    slope = terms.slopes.data ? value_of_head(terms.slopes, work.batch, work.head) : 0.f;
-    if (terms.seed) stream = DropoutStream(terms, work.batch, work.head, lane);
+    batch = work.batch;
+    head = work.head;
+    if (args.terms.seed) stream = DropoutStream(args.terms, batch, head, lane);
   }
   // Under the products of the block: which of its weights stay. The lane's first query and key.
   __device__ void draw(const FwdArgs& args, int query, int key) {
@@ -50,7 +50,9 @@ struct TileTerms<Tile, true> {
   template <int kCount>
   __device__ void apply(const FwdArgs& args, float (&s)[kCount], int place) const {
     scale_and_cap(args.terms, s);
-    if (args.terms.slopes.data) take_slopes_off(s, slope, place + args.terms.diagonal);
+    if (args.terms.slopes.data) {
+      take_slopes_off(s, value_of_head(args.terms.slopes, batch, head), place + args.terms.diagonal);
+    }
   }
   __device__ float keep(int i, float weight) const { return is_kept(kept, i) ? weight : 0.f; }
 
