@@ -201,6 +201,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
         float total = softmax.template exponentiate<kBFloat16>(r, s, scale_log2, next_p, keep);
         if (!softmax.within_range(total)) {
           block_mask.template remove<kBFloat16>(args, s);
+          terms.keep_again(args);
           raised = true;
           total = softmax.template raise<kBFloat16>(r, s, scale_log2, next_p, keep, factor[r]);
         }

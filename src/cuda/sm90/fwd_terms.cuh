@@ -17,6 +17,7 @@ struct TileTerms {
   template <int kCount>
   __device__ void apply(const FwdArgs&, float (&)[kCount], int) const {}
   __device__ float keep(int, float weight) const { return weight; }
+  __device__ void keep_again(const FwdArgs&) {}
   __device__ void finish(const FwdArgs&, const FwdWork&, OnlineSoftmax&) {}
   __device__ float factor(const FwdArgs&, const OnlineSoftmax& softmax, int row) const { return softmax.inverse(row); }
 };
@@ -55,6 +56,13 @@ struct TileTerms<Tile, true> {
     }
   }
   __device__ float keep(int i, float weight) const { return is_kept(kept, i) ? weight : 0.f; }
+
+  // Before the weights of a block are made once more: the compiler would keep what it found out about each of them till then.
+  __device__ void keep_again(const FwdArgs& args) {
+    const uint32_t nothing = args.seq_q == 0 ? ~0u : 0u;  // which is known at run time alone
+#pragma unroll
+    for (uint32_t& word : kept) word ^= nothing;
+  }
 
   // The sums are reduced.
   __device__ void finish(const FwdArgs& args, const FwdWork& work, OnlineSoftmax& softmax) {
