@@ -72,7 +72,7 @@ struct BwdPreArgs {
   float* sink_sums;   // (batch, heads_q, blocks_m): of a block's rows, the sum of (sink's weight) * delta; or null
 };
 
-// From those to the gradient of the sinks: one block of threads for each head.
+// From those to the gradient of the sinks.
 struct BwdSinksArgs {
   const float* sink_sums;  // (batch, heads_q, blocks_m)
   float* dsinks;           // (heads_q)

@@ -153,17 +153,19 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       if constexpr (Tile::kTerms) with_place([&](auto... place) { block_terms.draw(args, place...); });
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
-      if constexpr (Tile::kTerms) with_place([&](auto... place) { block_terms.apply(args, place..., s); });
+      uint32_t weights[kKeys / 4], shares[kKeys / 4];  // with terms: bwd_terms.cuh
+      if constexpr (Tile::kTerms) {
+        with_place([&](auto... place) { block_terms.apply(args, place..., s, [&](int i) -> uint32_t& { return shares[i / 2]; }); });
+      }
       const BwdStats<kBlockM> stats{shared.stats(q_ring.stage())};
       mask(bwd_visit(shared, told_slot()), stats);
       const float shift[2] = {ptx::load_shared_float(stats.shift(lane_row)), ptx::load_shared_float(stats.shift(lane_row + 8))};
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], args.scale_log2, -shift[score_row(i)]));
-      uint32_t weights[kKeys / 4], score_grads[kKeys / 4];  // with terms: what of the weights dS takes, until dP is there
       if constexpr (Tile::kTerms) {
 #pragma unroll
         for (int i = 0; i < kKeys / 2; i += 2) {
-          block_terms.template split<kBFloat16>(args, i, s[i], s[i + 1], weights[i / 2], score_grads[i / 2]);
+          weights[i / 2] = block_terms.template split<kBFloat16>(args, i, s[i], s[i + 1], shares[i / 2]);
         }
       }
       ptx::wgmma_wait<0>();
@@ -175,7 +177,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
         const int r = score_row(i);
         if constexpr (Tile::kTerms) {
           store_scores(shared.scores(0), i, weights[i / 2]);
-          store_scores(shared.scores(1), i, block_terms.template gradient<kBFloat16>(args, i, score_grads[i / 2], dp[i], dp[i + 1], delta[r], delta[r]));
+          store_scores(shared.scores(1), i, block_terms.template gradient<kBFloat16>(args, i, shares[i / 2], dp[i], dp[i + 1], delta[r], delta[r]));
           continue;
         }
         store_scores(shared.scores(0), i, ptx::pack<kBFloat16>(s[i], s[i + 1]));

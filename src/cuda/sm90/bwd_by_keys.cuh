@@ -30,10 +30,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   const auto consumer = [&] { return key / kConsumerRows; };
   const auto elected = [&] { return key + thread == 0; };
 
-  float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], dp[kBlockM / 2], dq[kPieceColumns / 2];
+  float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], own_dp[Tile::kTerms ? 1 : kBlockM / 2], dq[kPieceColumns / 2];
   uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];
   BwdBlockMask<Tile> block_mask(shared, key, thread);
   BwdBlockTerms<Tile> block_terms;
+  auto& dp = either<Tile::kTerms>(s, own_dp);  // with terms in the place of S (bwd_terms.cuh)
   Ring<2> ring;  // one block of queries: of Q, dO and dS, which go round together, and its phase is that of dQ
   Ring<kTileSlots> tile_ring;
   static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
@@ -242,14 +243,14 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         finish_before();
         with_place([&](auto... place) {
           block_terms.draw(args, place...);
-          block_terms.apply(args, place..., s);
+          block_terms.apply(args, place..., s, [&](int i) -> uint32_t& { return ds[i / 8][i % 8 / 2]; });
         });
         add_values();
         mask(visit, stats, coarse);
         make_probabilities(stats);
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; i += 2) {
-          block_terms.template split<kBFloat16>(args, i, s[i], s[i + 1], p[i / 8][i % 8 / 2], ds[i / 8][i % 8 / 2]);
+          p[i / 8][i % 8 / 2] = block_terms.template split<kBFloat16>(args, i, s[i], s[i + 1], ds[i / 8][i % 8 / 2]);
         }
       } else if (visit.edge() || values_left || block_mask.removes(args, visit) || coarse) {
         finish_before();  // first: a mask needs registers that its products have

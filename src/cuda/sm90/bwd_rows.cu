@@ -121,28 +121,17 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
   return sum > 0.f ? log2f(sum) : 0.f;
 }
 
-// The sum of a block's threads, in a fixed order, for the first of them.
-template <typename T>
-__device__ inline T sum_of_block(T value) {
-  __shared__ T of_warp[kThreads / ptx::kWarpLanes];
-  for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) value += __shfl_xor_sync(0xffffffffu, value, bit);
-  if (threadIdx.x % ptx::kWarpLanes == 0) of_warp[threadIdx.x / ptx::kWarpLanes] = value;
-  __syncthreads();
-  T sum = 0;
-  for (const T its : of_warp) sum += its;
-  return sum;
-}
-
 // What a block's rows give to the sinks' gradient: a row's sink has a weight as its keys have, and no value.
 __device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& at, const float* stats) {
   __syncthreads();  // all stats are there
+  if (threadIdx.x >= ptx::kWarpLanes) return;
+  const float sink = sink_of(args.terms, at);
   float sum = 0.f;
-  if (const int row = int(threadIdx.x); row < args.block_m) {
-    const float high = stats[2 * args.block_m + bwd_stat_place(row)], shift = stats[bwd_stat_place(row)];
-    const float below = ptx::subtract(sink_of(args.terms, at), high);
-    sum = ptx::exp2_fast(fmaf(below, kLog2e, -shift)) * stats[args.block_m + bwd_stat_place(row)];
+  for (int row = int(threadIdx.x); row < args.block_m; row += ptx::kWarpLanes) {
+    const float shift = stats[bwd_stat_place(row)], high = stats[2 * args.block_m + bwd_stat_place(row)];
+    sum += ptx::exp2_fast(fmaf(ptx::subtract(sink, high), kLog2e, -shift)) * stats[args.block_m + bwd_stat_place(row)];
   }
-  sum = sum_of_block(sum);
+  for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
   if (threadIdx.x == 0) args.sink_sums[blockIdx.x] = sum;
 }
 
@@ -230,13 +219,15 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   }
 }
 
-__global__ void __launch_bounds__(kThreads) flashsdpa_bwd_sinks_sm90(const __grid_constant__ BwdSinksArgs args) {
-  const int head = int(blockIdx.x);
+// One warp for each head, so that the order of a sum is fixed.
+__global__ void __launch_bounds__(ptx::kWarpLanes) flashsdpa_bwd_sinks_sm90(const __grid_constant__ BwdSinksArgs args) {
+  const int head = int(blockIdx.x), count = args.blocks_m;
   double sum = 0.0;
-  for (int64_t i = threadIdx.x; i < args.batch * args.blocks_m; i += kThreads) {
-    sum += double(args.sink_sums[(i / args.blocks_m * args.heads_q + head) * args.blocks_m + i % args.blocks_m]);
+  for (int64_t batch = 0; batch < args.batch; ++batch) {
+    const float* of_batch = args.sink_sums + (batch * args.heads_q + head) * count;
+    for (int m = int(threadIdx.x); m < count; m += ptx::kWarpLanes) sum += double(of_batch[m]);
   }
-  sum = sum_of_block(sum);
+  for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
   if (threadIdx.x == 0) args.dsinks[head] = float(-sum);
 }
 
@@ -322,7 +313,7 @@ const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, bool terms, uint
 }
 
 const char* bwd_launch_sinks(const BwdSinksArgs& args, cudaStream_t stream) {
-  flashsdpa_bwd_sinks_sm90<<<static_cast<uint32_t>(args.heads_q), kThreads, 0, stream>>>(args);
+  flashsdpa_bwd_sinks_sm90<<<static_cast<uint32_t>(args.heads_q), ptx::kWarpLanes, 0, stream>>>(args);
   return error_text(cudaGetLastError());
 }
 
