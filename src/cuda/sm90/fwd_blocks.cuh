@@ -26,8 +26,8 @@ struct FwdBlock {
 
 // The plan for a tile of work. Where rows are heads too, the heads of a pack have one mask.
 template <typename Tile>
-__device__ inline const int32_t* plan_of(const FwdArgs& args, int batch, int head) {
-  return args.mask.plan + batch * args.mask.plan_batch + fwd_first_head<Tile>(args, head) * args.mask.plan_head;
+__device__ inline const int32_t* plan_of(const FwdArgs& args, const FwdWork& work) {
+  return args.mask.plan + work.batch * args.mask.plan_batch + fwd_first_head<Tile>(args, work.head) * args.mask.plan_head;
 }
 
 // The key blocks of one tile without a mask, last first.
@@ -61,7 +61,7 @@ struct PlanWalk {
         return;
       }
     }
-    const int32_t* plan = plan_of<Tile>(args, work.batch, work.head);
+    const int32_t* plan = plan_of<Tile>(args, work);
     const bool whole = work.last * Tile::kBlockN >= args.seq_k;  // the lists' ends are the tile's
     bool any = false;
 #pragma unroll

@@ -144,7 +144,7 @@ struct BlockMaskPlace {
   const int32_t* its_plan;
   int64_t its_plane;
   __device__ void start(const FwdArgs& args, const FwdWork& work) {
-    its_plan = plan_of<Tile>(args, work.batch, work.head);
+    its_plan = plan_of<Tile>(args, work);
     its_plane = work.batch * args.mask.stride_batch + fwd_first_head<Tile>(args, work.head) * args.mask.stride_head;
   }
   __device__ const int32_t* plan(const FwdArgs&) const { return its_plan; }
@@ -159,7 +159,7 @@ struct BlockMaskPlace<Tile, true> {
     head = work.head;
   }
   __device__ static int anew(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-  __device__ const int32_t* plan(const FwdArgs& args) const { return plan_of<Tile>(args, anew(batch), anew(head)); }
+  __device__ const int32_t* plan(const FwdArgs& args) const { return args.mask.plan + anew(batch) * args.mask.plan_batch + anew(head) * args.mask.plan_head; }
   __device__ int64_t plane(const FwdArgs& args) const {
     return anew(batch) * args.mask.stride_batch + anew(head) * args.mask.stride_head;
   }

@@ -145,12 +145,13 @@ inline void fwd_choose_splits(const Problem& p, int processors, bool may_split, 
   }
 }
 
-// `may_split`: there is memory for partial results.
-inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
+// Of the tiles of one batch size; `may_split`: there is memory for partial results.
+inline FwdPlan fwd_plan_of(const Problem& p, int processors, bool may_split) {
   constexpr double kWorthIt = 0.85;  // for what the model does not know
   FwdPlan best = fwd_tiling(p, fwd_whole_instance(p), 1);
   if (best.tiles == 0) return best;
   fwd_choose_splits(p, processors, may_split, &best);
+  if (has_score_terms(p)) return best;  // no kernel for few queries has them
   const int64_t pack = ceil_div(best.group, ceil_div(best.group, kConsumerRows));  // equal packs
   for (const int consumers : {2, 1}) {
     const FwdInstance& instance = fwd_few_instance(p, consumers);
@@ -165,6 +166,14 @@ inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
     if (few.microseconds < best.microseconds * kWorthIt || (small && few.microseconds <= best.microseconds)) best = few;
   }
   return best;
+}
+
+inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
+  Problem planned = p;
+  planned.batch = planned_batch(p);
+  FwdPlan plan = fwd_plan_of(planned, processors, may_split);
+  plan.tiles = fwd_tiling(p, *plan.instance, plan.pack).tiles;
+  return plan;
 }
 
 }  // namespace flashsdpa

@@ -22,7 +22,8 @@ struct ScoreTerms {
   float rescale;  // of the output; 1 without dropout
 };
 
-inline bool has_dropout(const Problem& p) { return p.dropout.seed && p.dropout.kept < kDropoutOne; }
+// By what is kept: a description of a call has no seed.
+inline bool has_dropout(const Problem& p) { return p.dropout.kept < kDropoutOne; }
 
 inline bool has_score_terms(const Problem& p) {
   return p.softcap > 0 || p.slopes.data || p.sinks.data || has_dropout(p);
