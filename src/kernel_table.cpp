@@ -14,19 +14,18 @@ namespace {
 constexpr uint32_t bit(DType t) { return 1u << int(t); }
 constexpr uint32_t kFloats = bit(DType::kFloat32) | bit(DType::kBFloat16) | bit(DType::kFloat16) | bit(DType::kFloat64);
 constexpr uint32_t kMasks = kFloats | bit(DType::kBool);
-constexpr uint32_t kForwardFeatures = kCausal | kBand | kBoolMask | kBias | kGqa | kDeterministic;
+constexpr uint32_t kExtras = kSoftcap | kAlibi | kSinks | kBatchInvariant | kDropout;
+constexpr uint32_t kForwardFeatures = kCausal | kBand | kBoolMask | kBias | kGqa | kDeterministic | kExtras;
 constexpr uint32_t kBackwardFeatures = kForwardFeatures | kBiasGrad | kLseGrad;
-constexpr uint32_t kCpuExtras = kSoftcap | kAlibi | kSinks | kBatchInvariant | kDropout;
-constexpr uint32_t kCpuForward = kForwardFeatures | kCpuExtras, kCpuBackward = kBackwardFeatures | kCpuExtras;
 
 // One CPU instruction set: four entries.
 // clang-format off
 #define FLASHSDPA_CPU_ENTRIES(set, isa)                                                                                \
-  {"flashsdpa_fwd_cpu_" #set, "src/cpu/forward.h", Pass::kForward, Device::kCpu, isa, kFloats, kCpuForward, 256,  \
+  {"flashsdpa_fwd_cpu_" #set, "src/cpu/forward.h", Pass::kForward, Device::kCpu, isa, kFloats, kForwardFeatures, 256,  \
    64, 64, "online softmax, up to 256 queries share each K/V tile, longest first", set::forward_any},                  \
-  {"flashsdpa_decode_cpu_" #set, "src/cpu/decode.h", Pass::kDecode, Device::kCpu, isa, kFloats, kCpuForward, 256, \
+  {"flashsdpa_decode_cpu_" #set, "src/cpu/decode.h", Pass::kDecode, Device::kCpu, isa, kFloats, kForwardFeatures, 256, \
    64, 64, "up to 16 rows share one pass over K/V, read in place; keys split over threads", set::decode_any},          \
-  {"flashsdpa_bwd_cpu_" #set, "src/cpu/backward.h", Pass::kBackward, Device::kCpu, isa, kFloats, kCpuBackward,    \
+  {"flashsdpa_bwd_cpu_" #set, "src/cpu/backward.h", Pass::kBackward, Device::kCpu, isa, kFloats, kBackwardFeatures,    \
    256, 64, 64, "five products per tile, no atomics", set::backward_any},                                              \
   {"flashsdpa_mask_plan_cpu_" #set, "src/cpu/mask_plan_cpu.h", Pass::kMaskPlan, Device::kCpu, isa, kMasks,             \
    kBoolMask | kBias, 0, 64, 64, "one pass over the mask", set::mask_plan_any}
@@ -39,10 +38,10 @@ constexpr KernelEntry kTable[] = {
     FLASHSDPA_CPU_ENTRIES(avx2, Isa::kAvx2),
     FLASHSDPA_CPU_ENTRIES(avx512, Isa::kAvx512),
     {"flashsdpa_fwd_cpu_amx", "src/cpu/amx_engine.h", Pass::kForward, Device::kCpu, Isa::kAmx, bit(DType::kBFloat16),
-     kCpuForward, 256, 64, 64, "online softmax, products on AMX tiles, up to 512 queries share each K/V tile",
+     kForwardFeatures, 256, 64, 64, "online softmax, products on AMX tiles, up to 512 queries share each K/V tile",
      amx::forward_any},
     {"flashsdpa_bwd_cpu_amx", "src/cpu/amx_engine.h", Pass::kBackward, Device::kCpu, Isa::kAmx, bit(DType::kBFloat16),
-     kCpuBackward, 256, 64, 64, "five products per tile on AMX tiles, no atomics", amx::backward_any},
+     kBackwardFeatures, 256, 64, 64, "five products per tile on AMX tiles, no atomics", amx::backward_any},
 #endif
 #if defined(FLASHSDPA_HAVE_CUDA)
     {"flashsdpa_fwd_sm90", "src/cuda/sm90/fwd_kernel.cuh", Pass::kForward, Device::kCuda, Isa::kSm90,
