@@ -33,6 +33,13 @@ __device__ inline uint64_t multiply_wide(uint32_t a, uint32_t b) {
   return product;
 }
 
+// The low half of `word`, plus c, in one instruction.
+__device__ inline uint32_t add_low_half(uint32_t word, uint32_t c) {
+  uint32_t sum;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(word), "r"(1), "r"(c));
+  return sum;
+}
+
 // a - b, where the compiler must not make it a multiply-add.
 __device__ inline float subtract(float a, float b) {
   float difference;

@@ -98,7 +98,7 @@ class DropoutStream {
 
   // Shifts in, from below, whether the half of `word` is less than kept_: the sign of their difference, in two instructions.
   __device__ void append(uint32_t& bits, uint32_t word, int half) const {
-    const uint32_t difference = (half ? word >> 16 : word & 0xffff) - kept_;
+    const uint32_t difference = half ? (word >> 16) - kept_ : ptx::add_low_half(word, -kept_);
     bits = bits << 1 | difference >> 31;
   }
 

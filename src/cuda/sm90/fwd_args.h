@@ -83,7 +83,7 @@ struct FwdArgs {
   FwdFew few;
   FwdMask mask;
   uint32_t mask_sections;  // masked: sections of heads; the last may be longer
-  ScoreTerms terms;        // kernels with terms, whose scale and sign above are 1
+  ScoreTerms terms;        // kernels with terms; where they change scores, scale and sign above are 1
 };
 
 }  // namespace flashsdpa

@@ -33,8 +33,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   constexpr int kBlockN = Tile::kBlockN;
   const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
   const bool elected = thread == 0;
-  constexpr float kLog2e = 1.4426950408889634f;
-  const float scale_log2 = Tile::kTerms ? kLog2e : args.scale * kLog2e;
+  const float scale_log2 = args.scale * 1.4426950408889634f;
   const int queries = fwd_queries<Tile>(args);
   // The queries of this lane's two rows, counted from the consumer's first.
   const int lane_query = Tile::kFew ? lane_row / args.few.pack : lane_row;

@@ -125,7 +125,7 @@ const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const Curren
   if (has_score_terms(p)) {
     args.terms = make_score_terms(p);
     args.mask_sections = mask_sections(args.order);
-    args.scale = args.sign = 1.f;
+    if (changes_scores(p)) args.scale = args.sign = 1.f;
   }
   args.few.heads_q = static_cast<int32_t>(p.heads_q);
   args.few.group = static_cast<int32_t>(plan.group);

@@ -31,7 +31,7 @@ __device__ inline void scale_and_cap(const ScoreTerms& terms, float (&s)[kCount]
   if (terms.softcap > 0.f) {
 #pragma unroll
     for (float& score : s) score = terms.softcap * tanh_of(score * terms.to_cap);
-  } else {
+  } else if (terms.scale != 1.f) {
 #pragma unroll
     for (float& score : s) score *= terms.scale;
   }

@@ -9,7 +9,7 @@ namespace flashsdpa {
 
 struct ScoreTerms {
   // A score is the product q . k times `scale`, or `softcap` * tanh(product * `to_cap`). Then come slopes and mask, and nothing is
-  // left to be scaled: the kernels' own scale is 1.
+  // left to be scaled: the kernels' own scale is 1. But with dropout alone all is scaled as it is without terms, and this scale is 1.
   float scale;    // the caller's, of any sign
   float softcap;  // 0: none
   float to_cap;   // scale / softcap
@@ -29,9 +29,12 @@ inline bool has_score_terms(const Problem& p) {
   return p.softcap > 0 || p.slopes.data || p.sinks.data || has_dropout(p);
 }
 
+// Whether something becomes of scores, so that they must be scaled first.
+inline bool changes_scores(const Problem& p) { return p.softcap > 0 || p.slopes.data || p.sinks.data; }
+
 inline ScoreTerms make_score_terms(const Problem& p) {
   ScoreTerms terms{};
-  terms.scale = static_cast<float>(p.scale);
+  terms.scale = changes_scores(p) ? static_cast<float>(p.scale) : 1.f;
   if (p.softcap > 0) {
     terms.softcap = static_cast<float>(p.softcap);
     terms.to_cap = static_cast<float>(p.scale / p.softcap);

@@ -10,6 +10,7 @@ inline float subtract(float a, float b) {
   volatile float rounded = a;  // the host compiler makes multiply-adds too
   return rounded - b;
 }
+inline uint32_t add_low_half(uint32_t word, uint32_t c) { return (word & 0xffff) + c; }
 inline uint64_t multiply_wide(uint32_t a, uint32_t b) { return uint64_t{a} * b; }
 template <bool kBFloat16>
 float unpack(uint16_t element) {
