@@ -9,6 +9,7 @@ FEW_QUERIES = "tests/test_emulated_few_queries.py"
 BACKWARD = "tests/test_emulated_backward.py::"
 MASKED_BACKWARD = "tests/test_emulated_masked_backward.py::"
 MASK_GRADIENT = "tests/test_emulated_mask_gradient.py::"
+SCORE_TERMS = "tests/test_emulated_score_terms.py::"
 
 FAULTS = [
     Fault("K freed under its product", "src/cuda/sm90/fwd_consume.cuh",
@@ -192,4 +193,28 @@ FAULTS = [
     Fault("granules of the second row of a tile skipped", "src/cuda/sm90/bwd_mask_visits.cuh",
           "row < min(tile.m * kRows + kRows, mask.rows); ++row", "row < min(tile.m * kRows + kRows, mask.rows); row += kRows",
           MASK_GRADIENT + "test_many_visits"),
+    Fault("sink without weight", "src/cuda/sm90/fwd_softmax.cuh",
+          "fmaf(sum[row], factor, ptx::exp2_fast((logit - safe) * kLog2e))", "sum[row] * factor", SCORE_TERMS + "test_each"),
+    Fault("output not shrunk for a sink", "src/cuda/sm90/fwd_terms.cuh",
+          "shrunk[row] *= softmax.add(row, sink);", "softmax.add(row, sink);", SCORE_TERMS + "test_sinks_far_from_the_scores"),
+    Fault("slopes from where the block begins", "src/cuda/sm90/fwd_consume.cuh",
+          "range.row + lane_row - n * kBlockN - 2 * (lane % 4)", "range.row + lane_row - n * kBlockN", SCORE_TERMS + "test_each"),
+    Fault("diagonal of the slopes", "src/cuda/sm90/fwd_terms.cuh", "place + args.terms.diagonal", "place", SCORE_TERMS + "test_bands"),
+    Fault("cap before the scale", "src/cuda/sm90/score_terms.h",
+          "static_cast<float>(p.scale / p.softcap)", "static_cast<float>(1 / p.softcap)", SCORE_TERMS + "test_each"),
+    Fault("dropped weights missed by the sum", "src/cuda/sm90/fwd_softmax.cuh", "total[0] += low;", "total[0] += keep(i, low);",
+          SCORE_TERMS + "test_every_decision"),
+    Fault("kept weights not rescaled", "src/cuda/sm90/fwd_terms.cuh",
+          "shrunk[1] = args.terms.rescale", "shrunk[1] = 1.f", SCORE_TERMS + "test_every_decision"),
+    Fault("second row drops as the first", "src/cuda/sm90/dropout_bits.cuh",
+          "drawn[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2)", "drawn[i / 8][i / 4 % 2 * 2 + i % 2], 0)", SCORE_TERMS + "test_every_decision"),
+    Fault("one stream for all heads", "src/cuda/sm90/fwd_terms.cuh",
+          "DropoutStream(args.terms, batch, head, lane)", "DropoutStream(args.terms, batch, 0, lane)", SCORE_TERMS + "test_every_decision"),
+    Fault("weights drawn for the block before", "src/cuda/sm90/fwd_consume.cuh",
+          "      if (Tile::kTakeUnderProducts) take_block();\n      draw();", "      draw();\n      if (Tile::kTakeUnderProducts) take_block();",
+          SCORE_TERMS + "test_every_decision"),
+    Fault("blocks without a mask taken for empty", "src/cuda/sm90/fwd_blocks.cuh",
+          "return {block.n, kAllFull};", "return {block.n, 0};", SCORE_TERMS + "test_each"),
+    Fault("planned for the whole batch", "src/cuda/sm90/fwd_plan.h",
+          "  planned.batch = planned_batch(p);\n", "", SCORE_TERMS + "test_a_sequence_in_any_batch"),
 ]
