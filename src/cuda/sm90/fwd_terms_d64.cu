@@ -1,10 +1,8 @@
-// Forward kernel with terms: q, k, v and out up to 64 columns. Float16 has a file of its own, as both would take long to compile.
+// Forward kernel with terms, with a mask and without: q, k, v and out up to 64 columns.
 #include "fwd_instance.cuh"
 
 namespace flashsdpa {
 
-extern template const char* fwd_launch_instance<DType::kFloat16, 64, 64, 2, false, true, true>(
-    const FwdArgs&, uint32_t, int, cudaStream_t);
 extern const FwdInstance kFwdTermsD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, /*kMasked=*/true, /*kTerms=*/true>();
 
 }  // namespace flashsdpa
