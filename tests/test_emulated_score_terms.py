@@ -58,7 +58,8 @@ def test_bands(forward, band):
 @pytest.mark.parametrize("mask", ("random", "bias_inf", "padding", "granules", "rows_false", "all_false", "random:k", "bias:bhq"))
 def test_masks(forward, mask):
     for band, dims in (("full", (64, 64)), ("causal", (128, 128))):
-        hold(forward, mask, band, mask=mask, dims=dims, lengths=(200, 260), batch=2, **ALL)
+        for terms in (ALL, dict(dropout_p=0.3)):
+            hold(forward, mask, band, mask=mask, dims=dims, lengths=(200, 260), batch=2, **terms)
 
 
 @pytest.mark.parametrize("seq_q", (1, 5, 64, 65, 193))
@@ -76,8 +77,8 @@ def test_heads(forward, heads):
 @pytest.mark.parametrize("scale", (-0.5, 0.0, 3.0))
 def test_scales(forward, scale):
     for mask in ("", "random", "bias_inf"):
-        hold(forward, "scales", "causal", dtype=torch.float16, mask=mask, scale=scale, **ALL)
-        hold(forward, "scales", "causal", dtype=torch.float16, mask=mask, scale=scale, sinks=True)
+        for terms in (ALL, dict(sinks=True), dict(dropout_p=0.3)):
+            hold(forward, "scales", "causal", dtype=torch.float16, mask=mask, scale=scale, **terms)
 
 
 @pytest.mark.parametrize("dynamic", (True, False), ids=("counter", "in turn"))

@@ -24,8 +24,8 @@ def fresh_state(name):
 
 
 def hold(name, band="full", lengths=(200, 333), dims=(64, 64), heads=(4, 2), dtype=torch.bfloat16, batch=2, mask="", p=0.3, softcap=0.0,
-         slopes="", sinks=False, layout="bhs"):
-    call = replace(BANDS[band], dropout_p=p, softcap=softcap)
+         slopes="", sinks=False, layout="bhs", scale=None):
+    call = replace(BANDS[band], dropout_p=p, softcap=softcap, scale=scale)
     case = Case(f"{name}-{band}-{lengths}-{dims}-{mask}-{p}", batch, heads, lengths, dims, dtype, call=call, layout=(layout,) * 3,
                 lse_grad=True, slopes=slopes, sinks=sinks)  # fmt: skip
     x = inputs(case, "cuda")
@@ -93,6 +93,12 @@ def test_lengths(seq_q):
 @pytest.mark.parametrize("p", (0.00001, 0.001, 0.5, 0.9, 1.0))
 def test_probabilities(p):
     hold("p", "causal", p=p)
+
+
+@pytest.mark.parametrize("scale", (-0.5, 0.0, 3.0))
+def test_scales(scale):
+    for mask in ("", "random", "bias_inf"):
+        hold("scales", "causal", mask=mask, dtype=torch.float16, scale=scale)
 
 
 def test_with_all_other_terms():
