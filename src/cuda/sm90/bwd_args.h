@@ -43,8 +43,8 @@ struct BwdArgs {
   float inverse_scale;       // finite
   float sign;                // -1, 0, 1
   float grad_scale;          // the caller's scale: of dq and dk
-  FwdMask mask;              // masked kernels; with values or terms, scale is 1 and sign the scale itself
-  ScoreTerms terms;          // kernels with terms
+  FwdMask mask;              // masked kernels; with values, scale is 1 and sign the scale itself
+  ScoreTerms terms;          // kernels with terms; with a cap or slopes, scale and sign are 1, for the terms scale; else the terms do not
 };
 
 // The kernels before and after: one block of threads for each block of queries.

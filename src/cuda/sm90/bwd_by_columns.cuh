@@ -153,9 +153,14 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       if constexpr (Tile::kTerms) with_place([&](auto... place) { block_terms.draw(args, place...); });
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
-      uint32_t weights[kKeys / 4], shares[kKeys / 4];  // with terms: bwd_terms.cuh
+      uint32_t weights[kKeys / 16][4], shares[kKeys / 16][4];  // with terms: bwd_terms.cuh
       if constexpr (Tile::kTerms) {
-        with_place([&](auto... place) { block_terms.apply(args, place..., s, [&](int i) -> uint32_t& { return shares[i / 2]; }); });
+        with_place([&](auto... place) {
+          block_terms.apply(args, place..., s, [&](int i, const uint32_t (&words)[4]) {
+#pragma unroll
+            for (int w = 0; w < 4; ++w) shares[i / 8][w] = words[w];
+          });
+        });
       }
       const BwdStats<kBlockM> stats{shared.stats(q_ring.stage())};
       mask(bwd_visit(shared, told_slot()), stats);
@@ -164,9 +169,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], args.scale_log2, -shift[score_row(i)]));
       if constexpr (Tile::kTerms) {
 #pragma unroll
-        for (int i = 0; i < kKeys / 2; i += 2) {
-          weights[i / 2] = block_terms.template split<kBFloat16>(args, i, s[i], s[i + 1], shares[i / 2]);
-        }
+        for (int i = 0; i < kKeys / 2; i += 8) block_terms.template split<kBFloat16>(args, i, s, weights[i / 8], shares[i / 8]);
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
@@ -176,8 +179,9 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       for (int i = 0; i < kKeys / 2; i += 2) {
         const int r = score_row(i);
         if constexpr (Tile::kTerms) {
-          store_scores(shared.scores(0), i, weights[i / 2]);
-          store_scores(shared.scores(1), i, block_terms.template gradient<kBFloat16>(args, i, shares[i / 2], dp[i], dp[i + 1], delta[r], delta[r]));
+          store_scores(shared.scores(0), i, weights[i / 8][i % 8 / 2]);
+          store_scores(shared.scores(1), i, block_terms.template gradient<kBFloat16>(args, i, shares[i / 8][i % 8 / 2], dp[i], dp[i + 1],
+                                                                                     delta[r], delta[r]));
           continue;
         }
         store_scores(shared.scores(0), i, ptx::pack<kBFloat16>(s[i], s[i + 1]));

@@ -207,6 +207,20 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       lay_piece(at);
     };
 
+    // With terms, a lane's words of 16 queries (bwd_terms.cuh) lie where its warp will lay dS.
+    const auto words_place = [&](int i) {
+      return shared.scores(ring.stage()) + i / 32 * Tile::kKeyBoxBytes +
+             (own_key() + thread / ptx::kWarpLanes * 16) * kBoxRowBytes + i % 32 / 8 * 512 + lane * 16;
+    };
+    const auto store_words = [&](int i, const uint32_t (&words)[4]) {
+      ptx::store_shared_16(words_place(i), words[0], words[1], words[2], words[3]);
+    };
+    const auto load_words = [&](int i, uint32_t (&words)[4]) {
+      float four[4];
+      ptx::load_shared_floats(words_place(i), four[0], four[1], four[2], four[3]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] = __float_as_uint(four[w]);
+    };
     constexpr int kHere = kBlockM / 4;  // of the exponentials; the others are computed while the piece of dQ is laid down
     const auto make_probabilities = [&](const BwdStats<kBlockM>& stats) {
 #pragma unroll
@@ -215,7 +229,14 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         ptx::load_shared_floats(stats.shift(score_column(i) + lane_column), shift[0], shift[1], shift[2], shift[3]);
 #pragma unroll
         for (int r = 0; r < 8; ++r) s[i + r] = ptx::exp2_fast(fmaf(s[i + r], args.scale_log2, -shift[stat_of(r)]));
+        if constexpr (Tile::kTerms) {
+          uint32_t words[4];
+          load_words(i, words);
+          block_terms.template split<kBFloat16>(args, i, s, p[i / 8], words);
+          store_words(i, words);
+        }
       }
+      if constexpr (Tile::kTerms) return;
       ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
     };
     // What soft cap, slopes and dropout are told of the block in turn: act(batch, head, the lane's first query and key).
@@ -231,7 +252,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         if constexpr (kSecond) finish(Ring<2>{ring.count - 1});
       };
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
-      const float flag = stats.coarse(lane);
+      const float flag = Tile::kTerms ? 0.f : stats.coarse(lane);
       ptx::wgmma_wait<kSecond ? 2 : 0>();
       ptx::wgmma_settle(s);
       const BwdWord<Tile::kMasked> visit = bwd_visit(shared, told_slot());
@@ -242,16 +263,13 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       if constexpr (Tile::kTerms) {
         finish_before();
         with_place([&](auto... place) {
-          block_terms.draw(args, place...);
-          block_terms.apply(args, place..., s, [&](int i) -> uint32_t& { return ds[i / 8][i % 8 / 2]; });
+          ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
+          block_terms.apply(args, place..., s, store_words);
         });
         add_values();
-        mask(visit, stats, coarse);
+        mask(visit, stats, any_coarse(stats.coarse(lane)));
+        with_place([&](auto... place) { block_terms.draw(args, place...); });
         make_probabilities(stats);
-#pragma unroll
-        for (int i = 0; i < kBlockM / 2; i += 2) {
-          p[i / 8][i % 8 / 2] = block_terms.template split<kBFloat16>(args, i, s[i], s[i + 1], ds[i / 8][i % 8 / 2]);
-        }
       } else if (visit.edge() || values_left || block_mask.removes(args, visit) || coarse) {
         finish_before();  // first: a mask needs registers that its products have
         if constexpr (!Tile::kValuesUnderSums) add_values();
@@ -266,7 +284,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();
-      constexpr int kEarly = 3;  // of the deltas, of 16 queries each, read under dP
+      constexpr int kEarly = Tile::kTerms ? 1 : 3;  // of the deltas, of 16 queries each, read under dP
       float delta[kBlockM / 16][4];
       const auto load_delta = [&](int j) {
         auto& its = delta[j];
@@ -276,16 +294,23 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       for (int j = 0; j < kEarly; ++j) load_delta(j);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
+      if constexpr (Tile::kTerms) {
+        for (uint32_t& word : block_terms.kept) word = ptx::anew(word);  // else the compiler keeps what it has made of each bit
+#pragma unroll
+        for (int i = 0; i < kBlockM / 2; i += 2) {
+          if (i % 8 == 0 && i / 8 >= kEarly) load_delta(i / 8);
+          if (i % 8 == 0) load_words(i, ds[i / 8]);
+          const float* its = &delta[i / 8][stat_of(i % 8)];
+          uint32_t& pair = ds[i / 8][i % 8 / 2];
+          pair = block_terms.template gradient<kBFloat16>(args, i, pair, dp[i], dp[i + 1], its[0], its[1]);
+        }
+        return;
+      }
 #pragma unroll
       for (int j = kEarly; j < kBlockM / 16; ++j) load_delta(j);
 #pragma unroll
       for (int i = 0; i < kBlockM / 2; i += 2) {
         const float* its = &delta[i / 8][stat_of(i % 8)];
-        if constexpr (Tile::kTerms) {
-          uint32_t& pair = ds[i / 8][i % 8 / 2];
-          pair = block_terms.template gradient<kBFloat16>(args, i, pair, dp[i], dp[i + 1], its[0], its[1]);
-          continue;
-        }
         p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
         ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
       }
@@ -293,8 +318,9 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
 
     ask_mask();
     begin_scores();
+    if constexpr (Tile::kTerms) settle_gradients();  // first: words of its own go there too
     make_scores(std::false_type());
-    settle_gradients();
+    if constexpr (!Tile::kTerms) settle_gradients();
     const uint32_t first = ring.count;
     const auto give = [&](uint32_t at) {  // the dS of block `at`, the piece of the block before
       ptx::fence_proxy_shared();

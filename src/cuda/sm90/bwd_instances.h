@@ -8,8 +8,9 @@
 
 namespace flashsdpa {
 
-// Of the terms of a call, those that kernels which compute scores must know; of sinks the log-sum-exp says it all.
-inline bool changes_scores(const Problem& p) { return p.softcap > 0 || p.slopes.data || has_dropout(p); }
+// Terms that are part of a score; and those that kernels which compute scores must know. Of sinks the log-sum-exp says it all.
+inline bool has_terms_in_scores(const Problem& p) { return p.softcap > 0 || p.slopes.data; }
+inline bool takes_terms(const Problem& p) { return has_terms_in_scores(p) || has_dropout(p); }
 
 struct BwdInstance {
   int block_m, block_n, stages;

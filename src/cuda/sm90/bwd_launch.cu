@@ -16,7 +16,7 @@ constexpr int64_t kCacheForQueries = 24 * 1024 * 1024;  // Q, dO and the sum of 
 
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
-  if (changes_scores(p)) return larger <= 64 ? kBwdTermsD64 : larger <= 128 ? kBwdTermsD128 : kBwdTermsD256;
+  if (takes_terms(p)) return larger <= 64 ? kBwdTermsD64 : larger <= 128 ? kBwdTermsD128 : kBwdTermsD256;
   if (has_mask(p)) return larger <= 64 ? kBwdMaskedD64 : larger <= 128 ? kBwdMaskedD128 : kBwdMaskedD256;
   if (larger <= 64) return kBwdD64;
   if (larger <= 96) return kBwdD96;
@@ -166,8 +166,9 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.grad_scale = static_cast<float>(p.scale);
   if (has_mask(p)) args.mask = make_mask(p);
   args.terms = make_score_terms(p);
-  if (args.mask.values || changes_scores(p)) {  // which come to scores as they are scaled
-    args.sign = args.grad_scale;
+  if (!has_terms_in_scores(p)) args.terms.scale = 1.f;
+  if (args.mask.values || has_terms_in_scores(p)) {  // which come to scores as they are scaled; terms do it themselves
+    args.sign = has_terms_in_scores(p) ? 1.f : args.grad_scale;
     args.scale = args.inverse_scale = 1.f;
     args.scale_log2 = 1.4426950408889634f;
   }

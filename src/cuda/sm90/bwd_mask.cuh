@@ -57,10 +57,10 @@ struct BwdBlockMask<Tile, true> {
   __device__ bool adds(const BwdArgs& args, const BwdWord<true>& told) const {
     return args.sign != 1.f || kind(args, told) == kMixed;
   }
-  // Scores scaled, where that comes before values and terms have not done it, and the values added.
+  // Scores scaled, where that comes before values, and the values added.
   template <bool kBFloat16, int kCount>
   __device__ void add_values(const BwdArgs& args, const FwdWork& work, int slot, float (&s)[kCount]) const {
-    if (!Tile::kTerms && args.sign != 1.f) {
+    if (args.sign != 1.f) {
 #pragma unroll
       for (float& score : s) score *= args.sign;
     }

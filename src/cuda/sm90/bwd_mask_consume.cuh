@@ -8,9 +8,8 @@
 #include "../../ptx/wgmma.cuh"
 #include "bwd_mask_sum.cuh"
 #include "bwd_scores.cuh"
-#include "dropout_bits.cuh"
+#include "bwd_terms.cuh"
 #include "fwd_delays.cuh"
-#include "score_terms.cuh"
 
 namespace flashsdpa {
 
@@ -114,8 +113,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
 #pragma unroll
       for (uint32_t& word : kept) word = ~0u;
       if (!bwd.terms.seed) return;
-      const DropoutStream stream(bwd.terms, visit.batch(), visit.head(), lane());
-      stream.draw_by_queries(query(), key(), kept);
+      bwd_dropout_stream(bwd.terms, visit.batch(), visit.head()).draw_by_queries(query(), key(), kept);
     }
   };
   // Scores as they are to be exponentiated: scaled, values added, -inf where removed, also over NaN.
@@ -132,7 +130,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
       ptx::load_shared_floats(shared.values(i / 2, own()), value[0], value[1]);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {  // in two steps: a choice of either makes the assembler keep both, and spill
-        s[i + e] = Tile::kTerms ? s[i + e] + value[e] : fmaf(s[i + e], bwd.sign, value[e]);
+        s[i + e] = fmaf(s[i + e], bwd.sign, value[e]);
         if (value[e] == kMinusInfinity) s[i + e] = kMinusInfinity;
       }
     }
@@ -146,7 +144,6 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     }
   };
   const auto add_visit = [&] {
-    draw();  // here, where there are registers; the other consumer's products run meanwhile
     // What the visit shares with the one before is waited for again: it is there.
     ptx::mbarrier_wait(shared.full_q(visit.q_stage()), visit.q_phase());
     ptx::mbarrier_wait(shared.full_k(visit.k_stage()), visit.k_phase());
@@ -155,9 +152,16 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
                  shared.k(visit.k_stage()));
     ptx::mbarrier_wait(shared.full_grad_out(visit.q_stage()), visit.q_phase());  // and the stats
     ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
-    issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
-                 shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
-    ptx::wgmma_wait<1>();
+    const auto issue_grad_weights = [&] {
+      issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
+                   shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
+    };
+    if constexpr (Tile::kTerms) {
+      draw();
+    } else {
+      issue_grad_weights();
+    }
+    ptx::wgmma_wait<Tile::kTerms ? 0 : 1>();
     ptx::wgmma_settle(s);
     free_stage(BwdMaskVisit::kLeaveQ, shared.empty_q(visit.q_stage()));
     free_stage(BwdMaskVisit::kLeaveK, shared.empty_k(visit.k_stage()));
@@ -166,6 +170,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     const float shift[2] = {ptx::load_shared_float(stats.shift(piece_row())), ptx::load_shared_float(stats.shift(piece_row() + 8))};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], bwd.scale_log2, -shift[score_row(i)]));
+    if constexpr (Tile::kTerms) issue_grad_weights();  // not earlier: what terms do needs its registers
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(dp);
     const float delta[2] = {ptx::load_shared_float(stats.delta(piece_row())), ptx::load_shared_float(stats.delta(piece_row() + 8))};

@@ -20,7 +20,7 @@ int64_t words_bytes(const BwdMaskPlan& plan) { return ceil_div((1 + plan.tiles) 
 BwdMaskPlan bwd_plan_mask(const Problem& p, int processors) {
   const int64_t larger = std::max(p.dim, p.dim_v), *size = p.mask.size;
   BwdMaskPlan plan{};
-  plan.instance = !changes_scores(p) ? (larger <= 64 ? &kBwdMaskD64 : larger <= 128 ? &kBwdMaskD128 : &kBwdMaskD256)
+  plan.instance = !takes_terms(p) ? (larger <= 64 ? &kBwdMaskD64 : larger <= 128 ? &kBwdMaskD128 : &kBwdMaskD256)
                   : larger <= 64     ? &kBwdMaskTermsD64
                   : larger <= 128    ? &kBwdMaskTermsD128
                                      : &kBwdMaskTermsD256;

@@ -104,7 +104,7 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
       score = fmaf(ptx::unpack<kBFloat16>(q[c]), ptx::unpack<kBFloat16>(k[j * args.k_stride[2] + c]), score);
     }
     if constexpr (kTerms) {
-      score = RowTerms(args.terms, at, row).score(score, j);
+      score = RowTerms(args.terms, at, row).score(score, j) * args.scale;
       if (args.mask.values) score = ptx::subtract(score, -mask_value<kBFloat16>(args.mask, at, row, j));
       if (args.mask.plan && !mask_keeps(args.mask, at, row, j)) continue;
     } else if constexpr (kMasked) {

@@ -3,9 +3,9 @@
 //
 // With c the scaled and capped score, Z the factor that dropout gives a weight (0 or `rescale`) and P = exp(c + ... - lse):
 //   dV takes Z P, and dS = P (1 - (c / softcap)^2) (Z dP - delta)
-// Registers are short. So what the cap leaves of a gradient is kept in 16 bits until P is there; then dV's operand is made of P, and
-// its product with what the cap leaves is kept in 16 bits until dP is there, which may have the registers of S. All three have one
-// place, a word for each pair of accumulators, which becomes dS.
+// Registers are short. So the factor that the cap gives a gradient is kept in 16 bits until P is there, by keys in shared memory; then
+// dV's operand is made of P, and P times that factor, dS's share, is kept in 16 bits until dP is there, which may have the registers
+// of S: a word for each pair of accumulators, which becomes dS.
 #pragma once
 
 #include "bwd_blocks.cuh"
@@ -13,6 +13,13 @@
 #include "score_terms.cuh"
 
 namespace flashsdpa {
+
+// Made for each block of scores: there are no registers to keep even a part of it.
+__device__ inline DropoutStream bwd_dropout_stream(ScoreTerms terms, int batch, int head) {
+  terms.seed = ptx::anew(terms.seed);
+  terms.offset = ptx::anew(terms.offset);
+  return DropoutStream(terms, batch, head, int(ptx::anew(uint32_t(threadIdx.x))) % ptx::kWarpLanes);
+}
 
 template <bool kFirst, int kCount, int kOtherCount>
 __device__ inline auto& either(float (&first)[kCount], float (&second)[kOtherCount]) {
@@ -40,7 +47,7 @@ struct BwdBlockTerms<Tile, true> {
 #pragma unroll
     for (uint32_t& word : kept) word = ~0u;
     if (!args.terms.seed) return;
-    const DropoutStream stream(args.terms, batch, head, int(threadIdx.x) % ptx::kWarpLanes);
+    const DropoutStream stream = bwd_dropout_stream(args.terms, batch, head);
     if constexpr (Tile::kByKeys) {
       stream.draw_by_keys(key, query, kept);
     } else {
@@ -48,30 +55,40 @@ struct BwdBlockTerms<Tile, true> {
     }
   }
 
-  // Products become scores without what a mask adds. share(i): the word of accumulators i and i + 1.
-  template <typename Share>
-  __device__ void apply(const BwdArgs& args, int batch, int head, int query, int key, float (&s)[kScores], const Share& share) const {
+  // Products become scores without what a mask adds. keep(i, words): the factors of accumulators i to i + 7, also without a cap,
+  // for a branch would take registers.
+  template <typename Keep>
+  __device__ void apply(const BwdArgs& args, int batch, int head, int query, int key, float (&s)[kScores], const Keep& keep) const {
     const ScoreTerms& terms = args.terms;
     const float slope = terms.slopes.data ? value_of_head(terms.slopes, batch, head) : 0.f;
     scale_and_cap(terms, s);
     const float to_tanh = terms.softcap > 0.f ? ptx::reciprocal_fast(terms.softcap) : 0.f;
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      const float low = s[i] * to_tanh, high = s[i + 1] * to_tanh;
-      // A removed score may be NaN, of which nothing passes.
-      share(i) = ptx::pack<false>(fmaxf(fmaf(low * -kOne, low, kOne), 0.f), fmaxf(fmaf(high * -kOne, high, kOne), 0.f));
+    for (int i = 0; i < kScores; i += 8) {
+      uint32_t words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float low = s[i + 2 * w] * to_tanh, high = s[i + 2 * w + 1] * to_tanh;
+        // A removed score may be NaN, of which nothing passes.
+        words[w] = ptx::pack<false>(fmaxf(fmaf(low * -kOne, low, kOne), 0.f), fmaxf(fmaf(high * -kOne, high, kOne), 0.f));
+      }
+      keep(i, words);
     }
     if (slope != 0.f) take_slopes_off(s, slope, Tile::kByKeys ? key - terms.diagonal - query : query + terms.diagonal - key);
   }
 
-  // Of the weights of accumulators i and i + 1: dV's operand, and what dS takes of them.
+  // Of the weights of accumulators i to i + 7: dV's operand, and dS's shares in the place of the cap's factors.
   template <bool kBFloat16>
-  __device__ uint32_t split(const BwdArgs& args, int i, float low, float high, uint32_t& share) const {
+  __device__ void split(const BwdArgs& args, int i, const float (&s)[kScores], uint32_t (&weights)[4], uint32_t (&shares)[4]) const {
     const float rescale = args.terms.rescale;
-    float passed_low, passed_high;
-    ptx::unpack<false>(share, passed_low, passed_high);
-    share = ptx::pack<false>(low * passed_low, high * passed_high);
-    return ptx::pack<kBFloat16>(is_kept(kept, i) ? low * rescale : 0.f, is_kept(kept, i + 1) ? high * rescale : 0.f);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int at = i + 2 * w;
+      float low, high;
+      ptx::unpack<false>(shares[w], low, high);
+      shares[w] = ptx::pack<false>(s[at] * low, s[at + 1] * high);
+      weights[w] = ptx::pack<kBFloat16>(is_kept(kept, at) ? s[at] * rescale : 0.f, is_kept(kept, at + 1) ? s[at + 1] * rescale : 0.f);
+    }
   }
 
   // dS of accumulators i and i + 1.
