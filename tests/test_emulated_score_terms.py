@@ -146,6 +146,19 @@ def test_every_decision(forward, dim, p):
         assert (lse - torch.tensor(float(seq_k)).log()).abs().max() < 1e-5
 
 
+def test_decisions_past_blocks_that_a_mask_skips(forward):
+    state = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator("skipped"))
+    keys = torch.arange(700)
+    keep = ((keys < 20) | (keys >= 650)).expand(1, 1, 130, 700)
+    q, k = (torch.zeros(1, 2, rows, 128, dtype=torch.bfloat16) for rows in (130, 700))
+    v = torch.zeros(1, 2, 700, 128, dtype=torch.bfloat16)
+    v[:, :, :20, :20], v[:, :, 650:, 20:70] = torch.eye(20, dtype=v.dtype), torch.eye(50, dtype=v.dtype)
+    for mask in (keep, torch.zeros(1, 1, 130, 700).masked_fill(~keep, -INF)):
+        out, _ = forward(q, k, v, mask, terms=dict(rng_state=state, dropout_p=0.5), **Call().op_arguments())
+        want = dropout_kept(state, 0.5, 1, 2, 130, 700)
+        assert torch.equal(out[..., :70] != 0, torch.cat([want[..., :20], want[..., 650:]], -1))
+
+
 def test_a_sequence_in_any_batch(forward):
     """Bit for bit, whatever kernel and splits the whole batch would get."""
     for lengths in ((1, 3000), (5, 700), (130, 260)):

@@ -47,6 +47,18 @@ __device__ inline float subtract(float a, float b) {
   return difference;
 }
 
+// The same pointer or word, which the compiler takes for another each time: what is made of it is made here, not before a loop, and
+// not kept from an earlier time.
+template <typename T>
+__device__ inline T* anew(T* pointer) {
+  asm volatile("" : "+l"(pointer)::"memory");
+  return pointer;
+}
+__device__ inline uint32_t anew(uint32_t word) {
+  asm volatile("" : "+r"(word)::"memory");
+  return word;
+}
+
 // Two floats as a pair of 16-bit elements, rounded to nearest even; `low` in the lower half.
 template <bool kBFloat16>
 __device__ inline uint32_t pack(float low, float high) {

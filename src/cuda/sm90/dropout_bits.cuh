@@ -13,19 +13,40 @@ struct PhiloxProduct {
   __device__ uint64_t operator()(uint64_t a, uint32_t m) const { return ptx::multiply_wide(uint32_t(a), m); }
 };
 
-// The random bits of one (batch, query head). What all calls share, the keys of the ten rounds and two words of the counter, lies in
-// a warp's lanes, one word in each, and is shuffled anew for every two calls: there are no registers for it.
-class DropoutStream {
+// Where a warp has what all calls of one (batch, query head) share, the keys of the ten rounds and two words of the counter: in pairs,
+// which are read anew for every two calls, for there are no registers for them.
+constexpr int kStreamPairs = kPhiloxRounds + 1;
+
+struct StreamInLanes {  // one word in each
+  uint32_t word;
+  __device__ void lay(uint32_t its_word, int) { word = its_word; }
+  __device__ uint2 pair(int i) const { return {__shfl_sync(0xffffffffu, word, 2 * i), __shfl_sync(0xffffffffu, word, 2 * i + 1)}; }
+};
+
+struct StreamInShared {  // half as many instructions
+  static constexpr int kBytes = 4 * ptx::kWarpLanes;
+  uint32_t shared;  // this warp's
+  __device__ void lay(uint32_t its_word, int lane) {
+    __syncwarp();  // all lanes have read what was there
+    ptx::store_shared_4(shared + 4 * lane, its_word);
+    __syncwarp();
+  }
+  __device__ uint2 pair(int i) const { return ptx::load_shared_8(shared + 8 * i); }
+};
+
+// The random bits of one (batch, query head).
+template <typename Place>
+class DropoutStreamIn {
  public:
-  DropoutStream() = default;
-  __device__ DropoutStream(const ScoreTerms& terms, int batch, int head, int lane) : kept_(terms.kept) {
+  DropoutStreamIn() = default;
+  __device__ DropoutStreamIn(const ScoreTerms& terms, int batch, int head, int lane, Place place = {}) : place_(place), kept_(terms.kept) {
     const uint64_t seed = __ldg(reinterpret_cast<const unsigned long long*>(terms.seed));
     const uint64_t offset = __ldg(reinterpret_cast<const unsigned long long*>(terms.offset));
     uint64_t words[4] = {offset, offset >> 32, uint64_t(batch), uint64_t(head)};
     philox4x32(words, seed, seed >> 32, PhiloxProduct());
     const uint32_t low = lane & 1 ? uint32_t(words[1]) : uint32_t(words[0]);
     const uint32_t high = lane & 1 ? uint32_t(words[3]) : uint32_t(words[2]);
-    lane_word_ = lane < kOfCounter ? low + lane / 2 * (lane & 1 ? kPhiloxStep1 : kPhiloxStep0) : high;
+    place_.lay(lane < 2 * kPhiloxRounds ? low + lane / 2 * (lane & 1 ? kPhiloxStep1 : kPhiloxStep0) : high, lane);
   }
 
   // Rows are queries, columns keys. The lane's first of each: `query` of a row whose bit 3 is 0, `key` of 2 * (lane % 4) in a block
@@ -79,18 +100,14 @@ class DropoutStream {
   }
 
  private:
-  static constexpr int kOfCounter = 2 * kPhiloxRounds;  // the first lane with a word of the counter
-
   // Two calls, whose latencies hide each other.
   __device__ void draw(const uint32_t (&key_blocks)[2], const uint32_t (&query_blocks)[2], uint32_t (&words)[2][4]) const {
-    const auto shared_word = [&](int lane) { return uint64_t(__shfl_sync(0xffffffffu, lane_word_, lane)); };
-    const uint64_t high[2] = {shared_word(kOfCounter), shared_word(kOfCounter + 1)};
-    uint64_t counters[2][4] = {{key_blocks[0], query_blocks[0], high[0], high[1]},
-                               {key_blocks[1], query_blocks[1], high[0], high[1]}};
+    const uint2 high = place_.pair(kPhiloxRounds);
+    uint64_t counters[2][4] = {{key_blocks[0], query_blocks[0], high.x, high.y}, {key_blocks[1], query_blocks[1], high.x, high.y}};
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
-      const uint64_t k0 = shared_word(2 * round), k1 = shared_word(2 * round + 1);
-      for (auto& counter : counters) philox_round(counter, k0, k1, PhiloxProduct());
+      const uint2 keys = place_.pair(round);
+      for (auto& counter : counters) philox_round(counter, uint64_t(keys.x), uint64_t(keys.y), PhiloxProduct());
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) words[i / 4][i % 4] = uint32_t(counters[i / 4][i % 4]);
@@ -102,8 +119,11 @@ class DropoutStream {
     bits = bits << 1 | difference >> 31;
   }
 
-  uint32_t lane_word_, kept_;
+  Place place_;
+  uint32_t kept_;
 };
+
+using DropoutStream = DropoutStreamIn<StreamInLanes>;
 
 __device__ inline bool is_kept(const uint32_t* bits, int i) { return bits[i / 32] >> i % 32 & 1; }
 

@@ -120,6 +120,10 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   // Which weights of the block stay, while its scores are under way.
   const auto draw = [&] { terms.draw(args, range.row + lane_row, n * kBlockN + 2 * (lane % 4)); };
   const auto keep = [&](int i, float weight) { return terms.keep(i, weight); };
+  // With terms there are no registers to keep what follows from it for the end of a tile.
+  const auto thread_again = [&] {
+    return Tile::kTerms ? int(ptx::anew(uint32_t(threadIdx.x))) % ptx::kWarpgroupThreads : thread;
+  };
   const auto next_tile = [&] {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
     const FwdWork next = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
@@ -154,7 +158,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     if (work.end()) break;
     range = fwd_range<Tile>(args, work, consumer);
     block_mask.start(args, work, range.row, consumer);
-    terms.start(args, work, lane);
+    terms.start(args, work, shared.stream(consumer) + thread / ptx::kWarpLanes * StreamInShared::kBytes, lane);
     n = range.last - 1;
     skip(work.last - range.last);
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
@@ -220,13 +224,13 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     issue_output();
     softmax.reduce();
     terms.finish(args, work, softmax);
-    store_lse<Tile>(args, softmax, work, consumer, thread);
+    store_lse<Tile>(args, softmax, work, consumer, thread_again());
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(o);
     free_value();
     skip(range.first - work.first);
     const float output_factor[2] = {terms.factor(args, softmax, 0), terms.factor(args, softmax, 1)};
-    store_rows<Tile, kBFloat16>(args, shared, work, softmax, o, output_factor, consumer, thread);
+    store_rows<Tile, kBFloat16>(args, shared, work, softmax, o, output_factor, consumer, thread_again());
   }
   if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }

@@ -12,7 +12,7 @@ namespace flashsdpa {
 
 template <typename Tile, bool kTerms = Tile::kTerms>
 struct TileTerms {
-  __device__ void start(const FwdArgs&, const FwdWork&, int) {}
+  __device__ void start(const FwdArgs&, const FwdWork&, uint32_t, int) {}
   __device__ void draw(const FwdArgs&, int, int) {}
   template <int kCount>
   __device__ void apply(const FwdArgs&, float (&)[kCount], int) const {}
@@ -29,13 +29,14 @@ struct TileTerms<Tile, true> {
 
   int batch, head;
   float shrunk[2];         // what a sink leaves of a row's output
-  DropoutStream stream;
+  DropoutStreamIn<StreamInShared> stream;
   uint32_t kept[kWords];  // of the block in turn
 
-  __device__ void start(const FwdArgs& args, const FwdWork& work, int lane) {
+  // `memory`: this warp's, of StreamInShared.
+  __device__ void start(const FwdArgs& args, const FwdWork& work, uint32_t memory, int lane) {
     batch = work.batch;
     head = work.head;
-    if (args.terms.seed) stream = DropoutStream(args.terms, batch, head, lane);
+    if (args.terms.seed) stream = DropoutStreamIn<StreamInShared>(args.terms, batch, head, lane, {memory});
   }
   // Under the products of the block: which of its weights stay. The lane's first query and key.
   __device__ void draw(const FwdArgs& args, int query, int key) {

@@ -85,7 +85,9 @@ struct FwdTile {
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kTileBlockOffset = 24;  // in a slot, after FwdWork: masked, the word of the tile's first block
   static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: a word with each stage of K
-  static constexpr int kSharedBytes = kBlockOffset + (kMasked ? kStages * 4 : 0) + 1024;  // 1024: to align the base
+  static constexpr int kStreamOffset = kBlockOffset + (kMasked ? kStages * 4 : 0);
+  static constexpr int kStreamBytes = kTerms ? ptx::kWarpgroupThreads * 4 : 0;  // of one consumer: dropout's random bits
+  static constexpr int kSharedBytes = kStreamOffset + kConsumers * kStreamBytes + 1024;  // 1024: to align the base
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 

@@ -26,6 +26,11 @@ inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.f / x; }
 inline float clamp_keep(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
+template <typename T>
+T anew(T value) {
+  return value;
+}
+
 template <bool kBFloat16>
 uint32_t pack(float low, float high) {
   return emulation::to_half(low, kBFloat16) | static_cast<uint32_t>(emulation::to_half(high, kBFloat16)) << 16;
