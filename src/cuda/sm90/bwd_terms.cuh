@@ -15,7 +15,7 @@
 namespace flashsdpa {
 
 // Made for each block of scores: there are no registers to keep even a part of it.
-__device__ inline DropoutStream bwd_dropout_stream(ScoreTerms terms, int batch, int head) {
+__device__ inline auto bwd_dropout_stream(ScoreTerms terms, int batch, int head) {
   terms.seed = ptx::anew(terms.seed);
   terms.offset = ptx::anew(terms.offset);
   return DropoutStream(terms, batch, head, int(ptx::anew(uint32_t(threadIdx.x))) % ptx::kWarpLanes);
@@ -47,7 +47,7 @@ struct BwdBlockTerms<Tile, true> {
 #pragma unroll
     for (uint32_t& word : kept) word = ~0u;
     if (!args.terms.seed) return;
-    const DropoutStream stream = bwd_dropout_stream(args.terms, batch, head);
+    const auto stream = bwd_dropout_stream(args.terms, batch, head);
     if constexpr (Tile::kByKeys) {
       stream.draw_by_keys(key, query, kept);
     } else {
