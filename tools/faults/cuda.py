@@ -212,7 +212,7 @@ FAULTS = [
           "DropoutStream(args.terms, batch, head, lane)", "DropoutStream(args.terms, batch, 0, lane)", SCORE_TERMS + "test_every_decision"),
     Fault("weights drawn for the block before", "src/cuda/sm90/fwd_consume.cuh",
           "      if (Tile::kTakeUnderProducts) take_block();\n      draw();", "      draw();\n      if (Tile::kTakeUnderProducts) take_block();",
-          SCORE_TERMS + "test_decisions_past_blocks"),
+          SCORE_TERMS + "test_decisions_past_blocks_that_a_mask_skips"),
     Fault("blocks without a mask taken for empty", "src/cuda/sm90/fwd_blocks.cuh",
           "return {block.n, kAllFull};", "return {block.n, 0};", SCORE_TERMS + "test_each"),
     Fault("planned for the whole batch", "src/cuda/sm90/fwd_plan.h",
