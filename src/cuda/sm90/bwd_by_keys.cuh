@@ -236,8 +236,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
           store_words(i, words);
         }
       }
-      if constexpr (Tile::kTerms) return;
-      ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
+      if constexpr (!Tile::kTerms) ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
     };
     // What soft cap, slopes and dropout are told of the block in turn: act(batch, head, the lane's first query and key).
     const auto with_place = [&](const auto& act) {
@@ -295,7 +294,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
       if constexpr (Tile::kTerms) {
-        for (uint32_t& word : block_terms.kept) word = ptx::anew(word);  // else the compiler keeps what it has made of each bit
+        block_terms.settle();
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; i += 2) {
           if (i % 8 == 0 && i / 8 >= kEarly) load_delta(i / 8);
@@ -304,15 +303,15 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
           uint32_t& pair = ds[i / 8][i % 8 / 2];
           pair = block_terms.template gradient<kBFloat16>(args, i, pair, dp[i], dp[i + 1], its[0], its[1]);
         }
-        return;
-      }
+      } else {
 #pragma unroll
-      for (int j = kEarly; j < kBlockM / 16; ++j) load_delta(j);
+        for (int j = kEarly; j < kBlockM / 16; ++j) load_delta(j);
 #pragma unroll
-      for (int i = 0; i < kBlockM / 2; i += 2) {
-        const float* its = &delta[i / 8][stat_of(i % 8)];
-        p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
-        ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
+        for (int i = 0; i < kBlockM / 2; i += 2) {
+          const float* its = &delta[i / 8][stat_of(i % 8)];
+          p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
+          ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
+        }
       }
     };
 

@@ -3,9 +3,9 @@
 //
 // With c the scaled and capped score, Z the factor that dropout gives a weight (0 or `rescale`) and P = exp(c + ... - lse):
 //   dV takes Z P, and dS = P (1 - (c / softcap)^2) (Z dP - delta)
-// Registers are short. So the factor that the cap gives a gradient is kept in 16 bits until P is there, by keys in shared memory; then
-// dV's operand is made of P, and P times that factor, dS's share, is kept in 16 bits until dP is there, which may have the registers
-// of S: a word for each pair of accumulators, which becomes dS.
+// Registers are short. So the factor that the cap gives a gradient is kept in 16 bits until P is there; then dV's operand is made of
+// P, and P times that factor, dS's share, is kept in 16 bits until dP is there: a word for each pair of accumulators, by keys in shared
+// memory. dP then has the registers of S.
 #pragma once
 
 #include "bwd_blocks.cuh"
@@ -42,7 +42,7 @@ struct BwdBlockTerms<Tile, true> {
 
   uint32_t kept[(kScores + 31) / 32];  // dropout_bits.cuh
 
-  // Before the wait for S. `query`, `key`: the lane's first of each.
+  // `query`, `key`: the lane's first of each.
   __device__ void draw(const BwdArgs& args, int batch, int head, int query, int key) {
 #pragma unroll
     for (uint32_t& word : kept) word = ~0u;
@@ -61,14 +61,19 @@ struct BwdBlockTerms<Tile, true> {
   __device__ void apply(const BwdArgs& args, int batch, int head, int query, int key, float (&s)[kScores], const Keep& keep) const {
     const ScoreTerms& terms = args.terms;
     const float slope = terms.slopes.data ? value_of_head(terms.slopes, batch, head) : 0.f;
-    scale_and_cap(terms, s);
     const float to_tanh = terms.softcap > 0.f ? ptx::reciprocal_fast(terms.softcap) : 0.f;
 #pragma unroll
-    for (int i = 0; i < kScores; i += 8) {
+    for (int i = 0; i < kScores; i += 8) {  // eight at a time: the arithmetic of all at once would take registers
+      float scores[8];
+#pragma unroll
+      for (int r = 0; r < 8; ++r) scores[r] = s[i + r];
+      scale_and_cap(terms, scores);
       uint32_t words[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        const float low = s[i + 2 * w] * to_tanh, high = s[i + 2 * w + 1] * to_tanh;
+        s[i + 2 * w] = scores[2 * w];
+        s[i + 2 * w + 1] = scores[2 * w + 1];
+        const float low = scores[2 * w] * to_tanh, high = scores[2 * w + 1] * to_tanh;
         // A removed score may be NaN, of which nothing passes.
         words[w] = ptx::pack<false>(fmaxf(fmaf(low * -kOne, low, kOne), 0.f), fmaxf(fmaf(high * -kOne, high, kOne), 0.f));
       }
@@ -91,6 +96,11 @@ struct BwdBlockTerms<Tile, true> {
     }
   }
 
+  // Before `gradient`: else the compiler would keep what it has made of each bit for `split`.
+  __device__ void settle() {
+#pragma unroll
+    for (uint32_t& word : kept) word = ptx::anew(word);
+  }
   // dS of accumulators i and i + 1.
   template <bool kBFloat16>
   __device__ uint32_t gradient(const BwdArgs& args, int i, uint32_t share, float dp_low, float dp_high, float delta_low,
