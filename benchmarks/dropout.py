@@ -2,8 +2,9 @@
 
     python benchmarks/dropout.py [--p P] [--only TEXT] [--rounds N] [--out DIR]
 
-"flashsdpa-none" is ours without dropout: what the decisions cost. Each implementation draws as it does; ours is held against float64 with
-the weights that it drops under one seed, read off equal scores and unit vectors for values. Writes DIR/<date>-<machine>-dropout.json.
+"flashsdpa-none" is ours without dropout: what the decisions cost. Each implementation draws as it does; ours is held against
+float64 with the weights that it drops under one seed, read off equal scores and unit vectors for values. Writes
+DIR/<date>-<machine>-dropout.json.
 """
 
 import argparse

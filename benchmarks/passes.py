@@ -1,5 +1,5 @@
-"""Forward, backward and both together of one call by several implementations, which take turns: for calls that have more to them than
-benchmarks/forward.py and backward.py time."""
+"""Forward, backward and both together of one call by several implementations, which take turns: for calls that have more to
+them than benchmarks/forward.py and backward.py time."""
 
 import functools
 import statistics
@@ -14,9 +14,9 @@ LARGEST_ERROR = 0.03
 
 
 def run_case(case, group, kind, implementations, error_of, rounds):
-    """Rows of one forward.Case. implementations: {name: (call(q, k, v), context)}; error_of(name, leaves, grad_out, out, grads): the
-    error to hold against LARGEST_ERROR, or None. A ratio of ours to stock goes with `kind`, the name of such calls in the table of
-    "auto"."""
+    """Rows of one forward.Case. implementations: {name: (call(q, k, v), context)}; error_of(name, leaves, grad_out, out, grads):
+    the error to hold against LARGEST_ERROR, or None. A ratio of ours to stock goes with `kind`, the name of such calls in the
+    table of "auto"."""
     leaves = [t.requires_grad_() for t in case.make()]
     grad_out = torch.randn(*leaves[0].shape[:3], leaves[2].size(3), device="cuda", dtype=case.dtype)
     rows, calls = [], {name: {} for name in FLOP}
@@ -66,8 +66,8 @@ def time_pass(case, name, kind, calls, rounds):
         row["tflops"] = FLOP[name] * case.flop() / row["ms"] / 1e9
     if {"flashsdpa", "stock"} <= set(calls):
         ratio, bound = measure.ratio_with_bound({impl: times[impl] for impl in ("flashsdpa", "stock")})
-        calls["flashsdpa"][2].update({"ratio": ratio, "ratio_lower_95": bound, "isa": "sm90", "section": kind,
-                                      "shape": {"kind": kind, "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq_k}})  # fmt: skip
+        shape = {"kind": kind, "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq_k}
+        calls["flashsdpa"][2].update(ratio=ratio, ratio_lower_95=bound, isa="sm90", section=kind, shape=shape)
 
 
 def table(rows):

@@ -1,9 +1,10 @@
-"""Attention with a soft cap, ALiBi slopes or sinks on the GPU, ours beside FlexAttention, in one run: forward, backward and both.
+"""Attention with a soft cap, ALiBi slopes or sinks on the GPU, ours beside FlexAttention, in one run: both passes.
 
     python benchmarks/score_terms.py [--only TEXT] [--rounds N] [--out DIR]
 
-SDPA has none of these; FlexAttention, compiled, has them as its documentation writes them, sinks by its log-sum-exp, as transformers does. "flashsdpa-none" is ours without the term: what it costs. Results are held against float64 on the last head. Writes
-DIR/<date>-<machine>-score-terms.json.
+SDPA has none of these; FlexAttention, compiled, has them as its documentation writes them, sinks by its log-sum-exp, as
+transformers does. "flashsdpa-none" is ours without the term: what it costs. Results are held against float64 on the last head.
+Writes DIR/<date>-<machine>-score-terms.json.
 """
 
 import argparse
@@ -38,8 +39,9 @@ class Case(forward.Case):
 
 
 def cases():
+    shapes = [(dim, heads, causal) for dim, heads in ((128, 16), (64, 32)) for causal in (True, False)]
     return [Case(dim, 4, heads, 4096, 4096, causal, term=term)
-            for term in ("softcap", "slopes", "sinks") for dim, heads in ((128, 16), (64, 32)) for causal in (True, False)]  # fmt: skip
+            for term in ("softcap", "slopes", "sinks") for dim, heads, causal in shapes]  # fmt: skip
 
 
 def numbers(case):

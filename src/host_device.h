@@ -1,5 +1,5 @@
-// For functions that host code and kernels share; other compilers than nvcc know nothing of it. FLASHSDPA_DEVICE: where nvcc compiles
-// it, for kernels alone.
+// For functions that host code and kernels share; other compilers than nvcc know nothing of it. FLASHSDPA_DEVICE: where nvcc
+// compiles it, for kernels alone.
 #pragma once
 
 #if defined(__CUDACC__)

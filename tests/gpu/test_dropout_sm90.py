@@ -1,4 +1,5 @@
-"""Dropout on the Hopper kernels: every decision of both passes, the float64 oracle with bands, masks, dims and terms, and torch's ways."""
+"""Dropout on the Hopper kernels: every decision of both passes, the float64 oracle with bands, masks, dims and terms, and what
+torch does with generators."""
 
 import itertools
 from dataclasses import replace
@@ -23,11 +24,11 @@ def fresh_state(name):
     return torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator(name), device="cpu").cuda()
 
 
-def hold(name, band="full", lengths=(200, 333), dims=(64, 64), heads=(4, 2), dtype=torch.bfloat16, batch=2, mask="", p=0.3, softcap=0.0,
-         slopes="", sinks=False, layout="bhs", scale=None):
+def hold(name, band="full", lengths=(200, 333), dims=(64, 64), heads=(4, 2), dtype=torch.bfloat16, batch=2, mask="", p=0.3,
+         softcap=0.0, slopes="", sinks=False, layout="bhs", scale=None):
     call = replace(BANDS[band], dropout_p=p, softcap=softcap, scale=scale)
-    case = Case(f"{name}-{band}-{lengths}-{dims}-{mask}-{p}", batch, heads, lengths, dims, dtype, call=call, layout=(layout,) * 3,
-                lse_grad=True, slopes=slopes, sinks=sinks)  # fmt: skip
+    text = f"{name}-{band}-{lengths}-{dims}-{mask}-{p}"
+    case = Case(text, batch, heads, lengths, dims, dtype, call=call, layout=(layout,) * 3, lse_grad=True, slopes=slopes, sinks=sinks)
     x = inputs(case, "cuda")
     if mask:
         with torch.device("cpu"):
@@ -51,7 +52,8 @@ def test_every_decision(dim, dtype):
 
 @pytest.mark.parametrize("dim", (64, 128, 256))
 def test_every_decision_of_the_backward(dim):
-    """Of dV, from one query at a time; and of dQ, which K of unit vectors shows: V and grad_out of ones leave dS = (Z - mean Z) / n."""
+    """Of dV, from one query at a time; and of dQ, which K of unit vectors shows: V and grad_out of ones leave
+    dS = (Z - mean Z) / n."""
     batch, heads, length, p = 2, 2, dim, 0.4  # as many keys and queries as there are columns
     state = fresh_state("backward")
     factor = dropout_factor(state, p, batch, heads, length, length)

@@ -150,7 +150,7 @@ struct BlockMaskPlace {
   __device__ const int32_t* plan(const FwdArgs&) const { return its_plan; }
   __device__ int64_t plane(const FwdArgs&) const { return its_plane; }
 };
-// With terms there are no registers for either: anew for each block, from what is kept anyway (shuffled, so that it is not kept).
+// With terms there are no registers for either: anew for each block, from what is kept anyway; shuffled, or it would be kept.
 template <typename Tile>
 struct BlockMaskPlace<Tile, true> {
   int batch, head;
@@ -159,7 +159,9 @@ struct BlockMaskPlace<Tile, true> {
     head = work.head;
   }
   __device__ static int anew(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-  __device__ const int32_t* plan(const FwdArgs& args) const { return args.mask.plan + anew(batch) * args.mask.plan_batch + anew(head) * args.mask.plan_head; }
+  __device__ const int32_t* plan(const FwdArgs& args) const {
+    return args.mask.plan + anew(batch) * args.mask.plan_batch + anew(head) * args.mask.plan_head;
+  }
   __device__ int64_t plane(const FwdArgs& args) const {
     return anew(batch) * args.mask.stride_batch + anew(head) * args.mask.stride_head;
   }

@@ -36,8 +36,8 @@ struct OnlineSoftmax {
   float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled; -inf: none for a multiply-add
   float sum[2] = {0.f, 0.f};                          // this lane's share
 
-  // P of one row of a block, packed in pairs as the A operand of the next product, but for the weights that keep(i, weight) drops;
-  // returns the lane's sum of P, those and all.
+  // P of one row of a block, packed in pairs as the A operand of the next product, but for the weights that keep(i, weight)
+  // drops; returns the lane's sum of P, those and all.
   template <bool kBFloat16, int kCount, typename Keep>
   __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4],
                                 const Keep& keep) const {

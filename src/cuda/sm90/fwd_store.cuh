@@ -116,8 +116,8 @@ __device__ inline void store_lse(const FwdArgs& args, const OnlineSoftmax& softm
   }
 }
 
-// A consumer's rows of a tile that is done, times `factor` if the tile has all their keys. The sums are reduced and the log-sum-exp
-// is stored already.
+// A consumer's rows of a tile that is done, times `factor` if the tile has all their keys. The sums are reduced and the
+// log-sum-exp is stored already.
 template <typename Tile, bool kBFloat16>
 __device__ inline void store_rows(const FwdArgs& args, const FwdShared<Tile>& shared, const FwdWork& work,
                                   const OnlineSoftmax& softmax, const float (&o)[Tile::kDimV / 2], const float (&factor)[2],

@@ -28,7 +28,7 @@ struct TileTerms<Tile, true> {
   static constexpr int kWords = Tile::kBlockN / 64;
 
   int batch, head;
-  float shrunk[2];         // what a sink leaves of a row's output
+  float shrunk[2];  // what a sink leaves of a row's output
   DropoutStreamIn<StreamInShared> stream;
   uint32_t kept[kWords];  // of the block in turn
 

@@ -38,8 +38,8 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, bool masked) {
 
 // kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs,
 // and keys may be split (FwdFew); else rows are queries. kWithMask: blocks of keys come from a mask plan (fwd_blocks.cuh).
-// kWithTerms: scores may have a soft cap, slopes and sinks, and weights be dropped (fwd_terms.cuh); these kernels do without a mask
-// plan too, where there is no mask.
+// kWithTerms: scores may have a soft cap, slopes and sinks, and weights be dropped (fwd_terms.cuh); these kernels do without a
+// mask plan too, where there is no mask.
 template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, bool kWithMask, bool kWithTerms = false>
 struct FwdTile {
   static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups, kWithMask);

@@ -8,9 +8,9 @@
 
 namespace flashsdpa {
 
-// tanh to 5 units in the last place, small arguments and large ones alike: x P(x^2) / Q(x^2), a minimax fit of its relative error
-// for |x| < 9, where it becomes 1 but for rounding, which may go a unit or two past 1. One instruction of the special function
-// unit, where exponential and reciprocal would be two.
+// tanh to 5 units in the last place, small arguments and large ones alike: x P(x^2) / Q(x^2), a minimax fit of its relative
+// error for |x| < 9, where it becomes 1 but for rounding, which may go a unit or two past 1. One instruction of the special
+// function unit, where exponential and reciprocal would be two.
 __device__ inline float tanh_of(float x) {
   constexpr float kEnd = 9.01f;
   const float y = ptx::clamp_keep(x, kEnd), z = y * y;
@@ -41,9 +41,9 @@ __device__ inline float value_of_head(const HeadView& view, int batch, int head)
   return __ldg(view.data + batch * view.stride_batch + head * view.stride_head);
 }
 
-// Takes slope * distance off the scores. Where a distance is 0 in column c of the lane's row, place is c, counted from the lane's
-// first column: the row is a query and place query + diagonal - key, or the row is a key and place key - diagonal - query.
-// Row 1 is 8 rows on.
+// Takes slope * distance off the scores. Where a distance is 0 in column c of the lane's row, place is c, counted from the
+// lane's first column: the row is a query and place query + diagonal - key, or the row is a key and place key - diagonal -
+// query. Row 1 is 8 rows on.
 template <int kCount>
 __device__ inline void take_slopes_off(float (&s)[kCount], float slope, int place) {
   const float places[2] = {float(place), float(place + 8)};

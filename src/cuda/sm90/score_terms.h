@@ -1,5 +1,5 @@
-// What kernels with terms (FwdTile::kTerms and the backward's like) are told besides: soft cap, slopes, sinks and dropout of the
-// call, as params.h has them.
+// What kernels with terms (FwdTile::kTerms and the backward's like) are told besides: soft cap, slopes, sinks and dropout of
+// the call, as params.h has them.
 #pragma once
 
 #include "../../dropout.h"
@@ -8,8 +8,9 @@
 namespace flashsdpa {
 
 struct ScoreTerms {
-  // A score is the product q . k times `scale`, or `softcap` * tanh(product * `to_cap`). Then come slopes and mask, and nothing is
-  // left to be scaled: the kernels' own scale is 1. But with dropout alone all is scaled as it is without terms, and this scale is 1.
+  // A score is the product q . k times `scale`, or `softcap` * tanh(product * `to_cap`). Then come slopes and mask, and nothing
+  // is left to be scaled: the kernels' own scale is 1. But with dropout alone all is scaled as it is without terms, and this
+  // scale is 1.
   float scale;    // the caller's, of any sign
   float softcap;  // 0: none
   float to_cap;   // scale / softcap
