@@ -70,10 +70,8 @@ struct BwdPlanWalk {
   // The lists of a head, from the tile's first block on.
   __device__ void open_head(const BwdArgs& args, const FwdWork& work) {
     const FwdMask& mask = args.mask;
-    ahead.m = work.first - 1;
-    if (Tile::kTerms && !mask.plan) return;
 #pragma unroll
-    for (int c = 0; c < kLists; ++c) {
+    for (int c = 0; c < kLists && !(Tile::kTerms && !mask.plan); ++c) {
       const int key = work.row + c * int(kGranule), column = mask.one_key ? 0 : key / int(kGranule);
       count[c] = 0;
       if (key < args.seq_k) {
@@ -87,6 +85,7 @@ struct BwdPlanWalk {
         }
       }
     }
+    ahead.m = work.first - 1;
   }
   // The block after `ahead` becomes `ahead`; -1 for its m if there is none.
   __device__ void step(const BwdArgs& args, const FwdWork& work) {

@@ -156,9 +156,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ptx::wgmma_settle(dv);
     bwd_wait_k(shared, tile_ring);
 
+    const auto wait_for_scores_place = [&] { ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1); };
     // dS for all consumers: laid down, and, behind what is begun meanwhile, given (below).
     const auto lay_scores = [&] {
-      ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
+      wait_for_scores_place();
       fwd_delay(FwdPoint::kStore);
       const int row = own_key() + thread / ptx::kWarpLanes * 16 + lane % 16;
 #pragma unroll
@@ -262,7 +263,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       if constexpr (Tile::kTerms) {
         finish_before();
         with_place([&](auto... place) {
-          ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
+          wait_for_scores_place();
           block_terms.apply(args, place..., s, store_words);
         });
         add_values();

@@ -229,8 +229,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     ptx::wgmma_settle(o);
     free_value();
     skip(range.first - work.first);
-    const float output_factor[2] = {terms.factor(args, softmax, 0), terms.factor(args, softmax, 1)};
-    store_rows<Tile, kBFloat16>(args, shared, work, softmax, o, output_factor, consumer, thread_again());
+    store_rows<Tile, kBFloat16>(args, shared, work, softmax, terms, o, consumer, thread_again());
   }
   if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }
