@@ -10,6 +10,7 @@ BACKWARD = "tests/test_emulated_backward.py::"
 MASKED_BACKWARD = "tests/test_emulated_masked_backward.py::"
 MASK_GRADIENT = "tests/test_emulated_mask_gradient.py::"
 SCORE_TERMS = "tests/test_emulated_score_terms.py::"
+TERMS_BACKWARD = "tests/test_emulated_score_terms_backward.py::"
 
 FAULTS = [
     Fault("K freed under its product", "src/cuda/sm90/fwd_consume.cuh",
@@ -176,7 +177,7 @@ FAULTS = [
     Fault("keys and values of the head before", "src/cuda/sm90/bwd_mask_produce.cuh",
           "|| walk.at.head / bwd.group != at.head / bwd.group;", ";", MASK_GRADIENT + "test_many_visits"),
     Fault("Q freed under S of the mask's gradient", "src/cuda/sm90/bwd_mask_consume.cuh",
-          "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();", MASK_GRADIENT + "test_many_visits"),
+          "ptx::wgmma_wait<Tile::kTerms ? 0 : 1>();", "ptx::wgmma_wait<2>();", MASK_GRADIENT + "test_many_visits"),
     Fault("second warps of the columns lost", "src/cuda/sm90/bwd_mask_sum.cuh",
           "warp < kWarps; ++warp", "warp < kWarps / 2; ++warp", MASK_GRADIENT + "test_broadcasts"),
     Fault("parts in any order", "src/cuda/sm90/bwd_mask_sum.cuh",
@@ -222,4 +223,26 @@ FAULTS = [
           "return {block.n, kAllFull};", "return {block.n, 0};", SCORE_TERMS + "test_each"),
     Fault("planned for the whole batch", "src/cuda/sm90/fwd_plan.h",
           "  planned.batch = planned_batch(p);\n", "", SCORE_TERMS + "test_a_sequence_in_any_batch"),
+    Fault("cap passes all of a gradient", "src/cuda/sm90/bwd_terms.cuh",
+          "ptx::pack<false>(s[at] * low, s[at + 1] * high)", "ptx::pack<false>(s[at] * kOne, s[at + 1] * kOne)",
+          TERMS_BACKWARD + "test_terms[softcap-torch.bfloat16]"),
+    Fault("gradient of a dropped weight", "src/cuda/sm90/bwd_terms.cuh",
+          "fmaf(dp_low, is_kept(kept, i) ? factor : 0.f, ", "fmaf(dp_low, factor, ", TERMS_BACKWARD + "test_terms[dropout-torch.bfloat16]"),
+    Fault("removed NaN passes the cap", "src/cuda/sm90/bwd_terms.cuh",
+          "fmaxf(fmaf(low * -kOne, low, kOne), 0.f)", "fmaf(low * -kOne, low, kOne)", TERMS_BACKWARD + "test_bad_numbers_of_removed_keys"),
+    Fault("slope and random bits of the group's first head", "src/cuda/sm90/bwd_by_keys.cuh",
+          "act(work.batch, bwd_visit_head(shared, told_slot()),", "act(work.batch, work.head * args.group,",
+          TERMS_BACKWARD + "test_many_tiles[128]"),
+    Fault("words of terms over gradients on their way", "src/cuda/sm90/bwd_by_keys.cuh",
+          "if constexpr (Tile::kTerms) settle_gradients();  // first", "// first", TERMS_BACKWARD + "test_many_tiles[64]"),
+    Fault("any order in any batch", "src/cuda/sm90/bwd_launch.cu",
+          "return b.deterministic || b.problem.batch_invariant;", "return b.deterministic;", TERMS_BACKWARD + "test_any_batch"),
+    Fault("sinks of the first batch alone", "src/cuda/sm90/bwd_rows.cu",
+          "for (int64_t batch = 0; batch < args.batch; ++batch) {", "for (int64_t batch = 0; batch < 1; ++batch) {",
+          TERMS_BACKWARD + "test_terms[sinks-torch.bfloat16]"),
+    Fault("sums of large rows without the sink", "src/cuda/sm90/bwd_rows.cu",
+          "if constexpr (kTerms) sum += ptx::exp2_fast(", "if constexpr (kTerms) sum += 0.f * ptx::exp2_fast(",
+          TERMS_BACKWARD + "test_large_scores"),
+    Fault("dropped weights in the mask's gradient", "src/cuda/sm90/bwd_mask_consume.cuh",
+          "dp[i] *= is_kept(kept, i) ? bwd.terms.rescale : 0.f;", "dp[i] *= bwd.terms.rescale;", TERMS_BACKWARD + "test_mask_gradient[bhqk]"),
 ]
