@@ -16,6 +16,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace flashsdpa {
 
 constexpr uint32_t kDropoutOne = 1 << 16;  // the probability 1: p is honoured in steps of 2^-16
@@ -24,22 +26,29 @@ constexpr uint32_t kDropoutOne = 1 << 16;  // the probability 1: p is honoured i
 constexpr uint32_t dropout_kept(double p) { return kDropoutOne - uint32_t(p * kDropoutOne + 0.5); }
 
 // The index, in a counter, of the block that has a query or key.
-constexpr uint32_t dropout_query_block(int64_t query) { return uint32_t(query >> 4 << 3 | (query & 7)); }
-constexpr uint32_t dropout_key_block(int64_t key) { return uint32_t(key >> 4 << 2 | (key >> 1 & 3)); }
+FLASHSDPA_DEVICE constexpr uint32_t dropout_query_block(int64_t query) { return uint32_t(query >> 4 << 3 | (query & 7)); }
+FLASHSDPA_DEVICE constexpr uint32_t dropout_key_block(int64_t key) { return uint32_t(key >> 4 << 2 | (key >> 1 & 3)); }
 
 // Philox4x32-10 of a counter c, in place. W holds 64 bits, or lanes of 64 bits, whose low halves are the words; what the
 // high halves hold is of no interest. product(a, m): the 64 bits of (low half of a) * m. The caller's, so that a template
 // instantiated for one instruction set is not linked into another's code.
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxStep0 = 0x9E3779B9u, kPhiloxStep1 = 0xBB67AE85u;  // from a round's keys to those of the next
+
 template <typename W, typename Product>
-constexpr void philox4x32(W (&c)[4], W k0, W k1, const Product& product) {
-  for (int round = 0; round < 10; ++round) {
-    const W a = product(c[0], 0xD2511F53u), b = product(c[2], 0xCD9E8D57u);
-    c[0] = (b >> 32) ^ c[1] ^ k0;
-    c[1] = b;
-    c[2] = (a >> 32) ^ c[3] ^ k1;
-    c[3] = a;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+FLASHSDPA_DEVICE constexpr void philox_round(W (&c)[4], W k0, W k1, const Product& product) {
+  const W a = product(c[0], 0xD2511F53u), b = product(c[2], 0xCD9E8D57u);
+  c[0] = (b >> 32) ^ c[1] ^ k0;
+  c[1] = b;
+  c[2] = (a >> 32) ^ c[3] ^ k1;
+  c[3] = a;
+}
+template <typename W, typename Product>
+FLASHSDPA_DEVICE constexpr void philox4x32(W (&c)[4], W k0, W k1, const Product& product) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    philox_round(c, k0, k1, product);
+    k0 += kPhiloxStep0;
+    k1 += kPhiloxStep1;
   }
 }
 

@@ -14,10 +14,10 @@ namespace {
 constexpr uint32_t bit(DType t) { return 1u << int(t); }
 constexpr uint32_t kFloats = bit(DType::kFloat32) | bit(DType::kBFloat16) | bit(DType::kFloat16) | bit(DType::kFloat64);
 constexpr uint32_t kMasks = kFloats | bit(DType::kBool);
-constexpr uint32_t kForwardFeatures = kCausal | kBand | kBoolMask | kBias | kGqa | kDeterministic;
+constexpr uint32_t kExtras = kSoftcap | kAlibi | kSinks | kBatchInvariant | kDropout;
+constexpr uint32_t kCommon = kCausal | kBand | kBoolMask | kBias | kGqa | kDeterministic;
+constexpr uint32_t kForwardFeatures = kCommon | kExtras;
 constexpr uint32_t kBackwardFeatures = kForwardFeatures | kBiasGrad | kLseGrad;
-constexpr uint32_t kCpuExtras = kSoftcap | kAlibi | kSinks | kBatchInvariant | kDropout;
-constexpr uint32_t kCpuForward = kForwardFeatures | kCpuExtras, kCpuBackward = kBackwardFeatures | kCpuExtras;
 
 #if defined(FLASHSDPA_HAVE_CUDA)
 bool always(const void*) { return true; }
@@ -26,11 +26,11 @@ bool always(const void*) { return true; }
 // One CPU instruction set: four entries.
 // clang-format off
 #define FLASHSDPA_CPU_ENTRIES(set, isa)                                                                                \
-  {"flashsdpa_fwd_cpu_" #set, "src/cpu/forward.h", Pass::kForward, Device::kCpu, isa, kFloats, kCpuForward, 256,  \
+  {"flashsdpa_fwd_cpu_" #set, "src/cpu/forward.h", Pass::kForward, Device::kCpu, isa, kFloats, kForwardFeatures, 256,  \
    64, 64, "online softmax, up to 256 queries share each K/V tile, longest first", set::forward_any},                  \
-  {"flashsdpa_decode_cpu_" #set, "src/cpu/decode.h", Pass::kDecode, Device::kCpu, isa, kFloats, kCpuForward, 256, \
+  {"flashsdpa_decode_cpu_" #set, "src/cpu/decode.h", Pass::kDecode, Device::kCpu, isa, kFloats, kForwardFeatures, 256, \
    64, 64, "up to 16 rows share one pass over K/V, read in place; keys split over threads", set::decode_any},          \
-  {"flashsdpa_bwd_cpu_" #set, "src/cpu/backward.h", Pass::kBackward, Device::kCpu, isa, kFloats, kCpuBackward,    \
+  {"flashsdpa_bwd_cpu_" #set, "src/cpu/backward.h", Pass::kBackward, Device::kCpu, isa, kFloats, kBackwardFeatures,    \
    256, 64, 64, "five products per tile, no atomics", set::backward_any},                                              \
   {"flashsdpa_mask_plan_cpu_" #set, "src/cpu/mask_plan_cpu.h", Pass::kMaskPlan, Device::kCpu, isa, kMasks,             \
    kBoolMask | kBias, 0, 64, 64, "one pass over the mask", set::mask_plan_any}
@@ -43,10 +43,10 @@ constexpr KernelEntry kTable[] = {
     FLASHSDPA_CPU_ENTRIES(avx2, Isa::kAvx2),
     FLASHSDPA_CPU_ENTRIES(avx512, Isa::kAvx512),
     {"flashsdpa_fwd_cpu_amx", "src/cpu/amx_engine.h", Pass::kForward, Device::kCpu, Isa::kAmx, bit(DType::kBFloat16),
-     kCpuForward, 256, 64, 64, "online softmax, products on AMX tiles, up to 512 queries share each K/V tile",
+     kForwardFeatures, 256, 64, 64, "online softmax, products on AMX tiles, up to 512 queries share each K/V tile",
      amx::forward_any},
     {"flashsdpa_bwd_cpu_amx", "src/cpu/amx_engine.h", Pass::kBackward, Device::kCpu, Isa::kAmx, bit(DType::kBFloat16),
-     kCpuBackward, 256, 64, 64, "five products per tile on AMX tiles, no atomics", amx::backward_any},
+     kBackwardFeatures, 256, 64, 64, "five products per tile on AMX tiles, no atomics", amx::backward_any},
 #endif
 #if defined(FLASHSDPA_HAVE_CUDA)
     {"flashsdpa_fwd_sm90", "src/cuda/sm90/fwd_kernel.cuh", Pass::kForward, Device::kCuda, Isa::kSm90,
@@ -58,11 +58,11 @@ constexpr KernelEntry kTable[] = {
      "a block of keys a tile, P and dS in registers up to 128 columns, dQ added up in float32; a mask's gradient in a pass of its own",
      launch_backward_sm90, nullptr, scratch_backward_sm90, backward_needs_plan_sm90},
     {"flashsdpa_fwd_f32_sm90", "src/cuda/sm90/f32_forward.cuh", Pass::kForward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
-     kForwardFeatures | kBatchInvariant, 256, 64, 64,
+     kCommon | kBatchInvariant, 256, 64, 64,
      "mma.sync on TF32, three products for float32 or one where torch allows it, two blocks a processor",
      launch_forward_f32_sm90, describe_forward_f32_sm90, nullptr, always},
     {"flashsdpa_bwd_f32_sm90", "src/cuda/sm90/f32_backward.cuh", Pass::kBackward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
-     kForwardFeatures | kLseGrad | kBatchInvariant, 256, 128, 64,
+     kCommon | kLseGrad | kBatchInvariant, 256, 128, 64,
      "mma.sync on TF32, three products for float32 or one where torch allows it; dQ by queries, dK and dV by keys, no atomics",
      launch_backward_f32_sm90, nullptr, scratch_backward_f32_sm90, always},
     {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,

@@ -16,11 +16,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define FLASHSDPA_HOST_DEVICE __host__ __device__
-#else
-#define FLASHSDPA_HOST_DEVICE
-#endif
+#include "host_device.h"
 
 namespace flashsdpa {
 

@@ -279,9 +279,10 @@ def inputs(case, device="cpu"):
     grad_lse = torch.randn(case.batch, heads_q, seq_q, generator=g, device="cpu").to(device) if case.grad and case.lse_grad else None
     if grad_lse is not None and case.dtype == torch.float64:
         grad_lse = grad_lse.double()
-    slopes = 0.05 * torch.randn([case.batch, heads_q][2 - len(case.slopes) :], generator=g) if case.slopes else None
-    sinks = torch.randn(heads_q, generator=g) if case.sinks else None
-    state = torch.randint(-(2**63), 2**63 - 1, (2,), generator=g) if case.call.dropout_p else None
+    of_heads = [case.batch, heads_q][2 - len(case.slopes) :]
+    slopes = 0.05 * torch.randn(of_heads, generator=g, device="cpu").to(device) if case.slopes else None
+    sinks = torch.randn(heads_q, generator=g, device="cpu").to(device) if case.sinks else None
+    state = torch.randint(-(2**63), 2**63 - 1, (2,), generator=g, device="cpu").to(device) if case.call.dropout_p else None
     return Inputs(q, k, v, mask, case.mask_grad, case.planned and mask is not None, grad_out, grad_lse, slopes, sinks, state)
 
 

@@ -30,7 +30,7 @@ def forward(emulator, request):
     """forward(q, k, v, **arguments of the op): (out, lse), both poisoned before; another order of threads each time."""
     orders = generator(request.node.name)
 
-    def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, odd=False, dynamic=True, way=MANY_QUERIES, **band):
+    def run(q, k, v, attn_mask=None, mask_plan=None, scale=None, *, odd=False, dynamic=True, way=MANY_QUERIES, terms={}, **band):
         if attn_mask is not None and mask_plan is None:
             mask_plan = reference_plan(attn_mask)
         seed, processors = (int(torch.randint(high, (), generator=orders)) for high in (2**31, 4))
@@ -40,7 +40,7 @@ def forward(emulator, request):
         lse = torch.full(shape[:3], float("nan"))
         counter = torch.full((1,), -1, dtype=torch.int32) if dynamic else None
         limits = band_of(**band, seq_q=q.size(2), seq_k=k.size(2))
-        emulator.forward(q, k, v, out, lse, counter, limits, scale, way=way, mask=attn_mask, mask_plan=mask_plan)
+        emulator.forward(q, k, v, out, lse, counter, limits, scale, way=way, mask=attn_mask, mask_plan=mask_plan, **terms)
         return out, lse
 
     return run

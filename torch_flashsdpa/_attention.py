@@ -49,7 +49,7 @@ def attention(
             is taken on trust.
         deterministic: bitwise equal gradients in every run; None asks torch.are_deterministic_algorithms_enabled().
         batch_invariant: out, lse and the gradients of query, key and value of a sequence have the same bits alone and at any
-            place of any batch, given the same seq_q, seq_k and mask, and as many threads. CPU, and float32 on Hopper, so far.
+            place of any batch, given the same seq_q, seq_k and mask, and as many threads.
 
     Returns:
         out (..., heads_q, seq_q, dim_v), in query's layout and dtype; with return_lse also lse (..., heads_q, seq_q),

@@ -91,12 +91,12 @@ HeadView head_view(const OptTensor& t) {
 // None where p rounds to none.
 Dropout dropout(const Options& o) {
   Dropout d;
-  const uint32_t kept = dropout_kept(o.dropout_p);
-  if (kept == kDropoutOne || !given(o.rng_state)) return d;  // explain() has no state to give
+  d.kept = dropout_kept(o.dropout_p);
+  if (d.kept == kDropoutOne) return d;
+  d.rescale = d.kept == 0 ? 0.0 : static_cast<double>(kDropoutOne) / d.kept;
+  if (!given(o.rng_state)) return d;  // explain() has no state to give
   d.seed = o.rng_state->const_data_ptr<int64_t>();
   d.offset = d.seed + o.rng_state->stride(0);
-  d.kept = kept;
-  d.rescale = kept == 0 ? 0.0 : static_cast<double>(kDropoutOne) / kept;
   return d;
 }
 

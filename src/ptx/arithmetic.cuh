@@ -12,6 +12,34 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// 1 / x, error 1 unit in the last place, denormals to zero.
+__device__ inline float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// x, brought between -limit and limit; NaN stays, which fminf would lose.
+__device__ inline float clamp_keep(float x, float limit) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-limit));
+  return x;
+}
+
+// All 64 bits of a * b, in one instruction: of the plain product the assembler does not see that it needs no more.
+__device__ inline uint64_t multiply_wide(uint32_t a, uint32_t b) {
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// The low half of `word`, plus c, in one instruction.
+__device__ inline uint32_t add_low_half(uint32_t word, uint32_t c) {
+  uint32_t sum;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(word), "r"(1), "r"(c));
+  return sum;
+}
+
 // a - b, where the compiler must not make it a multiply-add.
 __device__ inline float subtract(float a, float b) {
   float difference;
@@ -24,6 +52,18 @@ __device__ inline float multiply(float a, float b) {
   float product;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
   return product;
+}
+
+// The same pointer or word, which the compiler takes for another each time: what is made of it is made here, not before a loop, and
+// not kept from an earlier time.
+template <typename T>
+__device__ inline T* anew(T* pointer) {
+  asm volatile("" : "+l"(pointer)::"memory");
+  return pointer;
+}
+__device__ inline uint32_t anew(uint32_t word) {
+  asm volatile("" : "+r"(word)::"memory");
+  return word;
 }
 
 // Two floats as a pair of 16-bit elements, rounded to nearest even; `low` in the lower half.

@@ -18,13 +18,6 @@ __device__ inline void registers_take() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// threadIdx.x, read anew at each call: what a loop computes from it is not kept in registers from round to round.
-__device__ inline int thread_read_anew() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // Named barrier `id` (0 is __syncthreads): complete once `threads` threads have arrived, waiting or not.
 __device__ inline void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -38,6 +38,12 @@ __device__ inline void wgmma_compute_here(const float (&values)[kCount], bool ne
 #pragma unroll
   for (int i = 0; i < kHere; ++i) asm volatile("st.shared.f32 [%0], %1;" ::"r"(0), "f"(values[i]) : "memory");
 }
+template <int kCount>
+__device__ inline void wgmma_compute_here(const uint32_t (&words)[kCount], bool never) {
+  if (!never) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("st.shared.u32 [%0], %1;" ::"r"(0), "r"(words[i]) : "memory");
+}
 
 // Registers of A stay as they are up to here, behind the wait for the products that read them.
 template <int kRows>

@@ -1,14 +1,17 @@
 // The backward launcher with flat arguments, for tests that build it without torch. `tensors`: grad_out, q, k, v, out,
 // dq, dk, dv (all null: not wanted), with four strides each in `strides`. `grad_mask`: or null. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`:
-// lo, hi. `mask_layout`: see mask_shim.h. With `scratch` null, returns the bytes that it needs in *scratch_bytes.
+// lo, hi. `mask_layout`: see mask_shim.h; terms: see terms_shim.h; `grad_sinks`: or null. With `scratch` null, returns the bytes that it needs in *scratch_bytes.
 #include "src/cuda/launchers.h"
 #include "tests/gpu/mask_shim.h"
+#include "tests/gpu/terms_shim.h"
 
 using namespace flashsdpa;
 
 extern "C" __attribute__((visibility("default"))) const char* backward(
     void* const* tensors, const int64_t* strides, const void* lse, const void* grad_lse, const int64_t* sizes,
-    const int64_t* band, const void* mask, int mask_dtype, const int64_t* mask_layout, const int32_t* mask_plan, void* grad_mask, int bfloat16, double scale, int deterministic, void* scratch, int64_t* scratch_bytes, void* stream) {
+    const int64_t* band, const void* mask, int mask_dtype, const int64_t* mask_layout, const int32_t* mask_plan, void* grad_mask,
+    const void* const* term_pointers, const double* term_numbers, float* grad_sinks, int bfloat16, double scale, int deterministic,
+    void* scratch, int64_t* scratch_bytes, void* stream) {
   BackwardParams b{};
   b.problem.batch = sizes[0];
   b.problem.heads_q = sizes[1];
@@ -21,6 +24,7 @@ extern "C" __attribute__((visibility("default"))) const char* backward(
   b.problem.scale = scale;
   b.problem.band = {band[0], band[1]};
   set_mask(mask, mask_dtype, mask_layout, mask_plan, &b.problem);
+  set_terms(term_pointers, term_numbers, &b.problem);
   ConstView* const inputs[5] = {&b.grad_out, &b.q, &b.k, &b.v, &b.out};
   View* const gradients[3] = {&b.dq, &b.dk, &b.dv};
   const auto fill = [&](auto* view, int i) {
@@ -32,6 +36,7 @@ extern "C" __attribute__((visibility("default"))) const char* backward(
   b.lse = lse;
   b.grad_lse = grad_lse;
   b.dmask = grad_mask;
+  b.dsinks = grad_sinks;
   b.deterministic = deterministic;
   b.scratch = scratch;
   if (!scratch) {

@@ -204,18 +204,20 @@ def test_up_100_autocast_casts_all_three():
         assert served(q, k, v).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name, value, text", (
-    ("softcap", 2.0, "softcap is 2; flashsdpa_fwd_sm90 takes 0"),
-    ("dropout_p", 0.25, "dropout_p is 0.25; flashsdpa_fwd_sm90 takes 0"),
-    ("alibi_slopes", torch.ones(2), "alibi_slopes is given; flashsdpa_fwd_sm90 takes none"),
-    ("sinks", torch.ones(2), "sinks is given; flashsdpa_fwd_sm90 takes none"),
-    ("batch_invariant", True, "batch_invariant is True; flashsdpa_fwd_sm90 takes False"),
-), ids=lambda v: v if isinstance(v, str) else "")
-def test_up_124_what_the_cpu_alone_serves_is_refused(name, value, text):
+@pytest.mark.parametrize("options", (
+    dict(softcap=2.0), dict(dropout_p=0.25), dict(alibi_slopes=torch.ones(2) / 8), dict(sinks=torch.ones(2)), dict(batch_invariant=True),
+), ids=lambda options: next(iter(options)))  # fmt: skip
+def test_up_124_the_cpu_gives_the_same(options):
+    """Dropout too: the same state drops the same weights on both."""
     q = normal("124", 1, 2, 100, 64)
-    value = value.to("cuda") if isinstance(value, torch.Tensor) else value
-    with pytest.raises(RuntimeError, match=text):
-        torch_flashsdpa.attention(q, q, q, **{name: value})
+    state = torch.tensor([3, -5], device="cpu")
+    results = {}
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+        leaf = q.to(device, dtype)
+        results[device] = ops().forward(leaf, leaf, leaf, rng_state=state.to(device), **on_device)
+    for got, want in zip(results["cuda"], results["cpu"]):
+        assert (got.cpu().float() - want).abs().max() < 0.03
 
 
 def test_up_114_the_batch_does_not_matter():

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fwd_args.h"
+#include "score_terms.h"
 
 namespace flashsdpa {
 
@@ -43,6 +44,7 @@ struct BwdArgs {
   float sign;                // -1, 0, 1
   float grad_scale;          // the caller's scale: of dq and dk
   FwdMask mask;              // masked kernels; with values, scale is 1 and sign the scale itself
+  ScoreTerms terms;          // kernels with terms; with a cap or slopes, scale and sign are 1, for the terms scale; else the terms do not
 };
 
 // The kernels before and after: one block of threads for each block of queries.
@@ -66,6 +68,16 @@ struct BwdPreArgs {
   int32_t turns_per_block, dq_floats;  // of one block of queries
   int32_t heads_q, seq_q, blocks_m, block_m, dim_v;
   FwdMask mask;  // masked kernels, for rows with a `high`
+  ScoreTerms terms;   // kernels with terms: the same, and the sinks
+  float* sink_sums;   // (batch, heads_q, blocks_m): of a block's rows, the sum of (sink's weight) * delta; or null
+};
+
+// From those to the gradient of the sinks.
+struct BwdSinksArgs {
+  const float* sink_sums;  // (batch, heads_q, blocks_m)
+  float* dsinks;           // (heads_q)
+  int64_t batch;
+  int32_t heads_q, blocks_m;
 };
 
 struct BwdPostArgs {

@@ -23,7 +23,8 @@ struct BwdVisit {
 };
 
 // The loader's walk through the plan's transposed lists: the blocks of each head of the group that hold a score which plan
-// and band both keep. One block ahead, as it must tell which is the last.
+// and band both keep; without a plan, which kernels with terms may be, those of the band. One block ahead, as it must tell which
+// is the last.
 template <typename Tile>
 struct BwdPlanWalk {
   static constexpr int kLists = Tile::kBlockN / int(kGranule);  // granules of keys: one list each; by keys one a consumer
@@ -42,7 +43,7 @@ struct BwdPlanWalk {
     left = 0;
     if (work.end() || work.empty()) return;
     ahead.head = work.head * args.group - 1;  // with nothing left
-    ahead.m = 0;
+    ahead.m = Tile::kTerms ? work.last : 0;
 #pragma unroll
     for (int c = 0; c < kLists; ++c) count[c] = 0;
 #pragma unroll 1
@@ -70,7 +71,7 @@ struct BwdPlanWalk {
   __device__ void open_head(const BwdArgs& args, const FwdWork& work) {
     const FwdMask& mask = args.mask;
 #pragma unroll
-    for (int c = 0; c < kLists; ++c) {
+    for (int c = 0; c < kLists && !(Tile::kTerms && !mask.plan); ++c) {
       const int key = work.row + c * int(kGranule), column = mask.one_key ? 0 : key / int(kGranule);
       count[c] = 0;
       if (key < args.seq_k) {
@@ -98,6 +99,11 @@ struct BwdPlanWalk {
     }
   }
   __device__ bool step_in_head(const BwdArgs& args, const FwdWork& work) {
+    if (Tile::kTerms && !args.mask.plan) {
+      static_assert(kFull == 1 && kLists <= 2);
+      ahead.classes = kLists == 1 ? 1 : 5;
+      return ++ahead.m < work.last;
+    }
     int block = work.last;
 #pragma unroll
     for (int c = 0; c < kLists; ++c) {
@@ -216,7 +222,7 @@ __device__ inline uint32_t bwd_turn_of_plan(const BwdArgs& args, const FwdWork& 
   const int mine = work.row / Tile::kBlockN, first_query = m * Tile::kBlockM;
   const int end_query = min(first_query + Tile::kBlockM, args.seq_q);
   const int highest = (min(end_query + args.band_hi, args.seq_k) - 1) / Tile::kBlockN;
-  if (mask.one_key) return mine == highest ? 0 : uint32_t(mine) + 2;
+  if (mask.one_key || (Tile::kTerms && !mask.plan)) return mine == highest ? 0 : uint32_t(mine) + 2;
   const int32_t* plan = mask.plan + work.batch * mask.plan_batch + head * mask.plan_head;
   int before = highest + 1;
   for (int r = 0; r < kRows; ++r) {

@@ -9,6 +9,7 @@
 #include "bwd_mask.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_store.cuh"
+#include "bwd_terms.cuh"
 
 namespace flashsdpa {
 
@@ -28,6 +29,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
 
   float dk[kOwn][kBlockN / 2], dv[kOwnV][kBlockN / 2], s[kKeys / 2], dp[kKeys / 2], dq[kBlockM / 2];
   BwdBlockMask<Tile> block_mask(shared, key, thread);
+  BwdBlockTerms<Tile> block_terms;
   Ring<Tile::kStages> q_ring;
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
@@ -143,13 +145,32 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
       ptx::mbarrier_wait(shared.full_grad_out(grad_out_ring.stage()), grad_out_ring.phase());
       ptx::wgmma_fence();
       issue_scores(dp, std::integral_constant<int, Tile::kDimV>(), grad_out, shared.v());
+      // What soft cap, slopes and dropout are told of the block: act(batch, head, the lane's first query and key).
+      const auto with_place = [&](const auto& act) {
+        act(work.batch, bwd_visit_head(shared, told_slot()), bwd_visit(shared, told_slot()).m() * kBlockM + lane_row,
+            first_key + lane_column);
+      };
+      if constexpr (Tile::kTerms) with_place([&](auto... place) { block_terms.draw(args, place...); });
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
+      uint32_t weights[kKeys / 16][4], shares[kKeys / 16][4];  // with terms: bwd_terms.cuh
+      if constexpr (Tile::kTerms) {
+        with_place([&](auto... place) {
+          block_terms.apply(args, place..., s, [&](int i, const uint32_t (&words)[4]) {
+#pragma unroll
+            for (int w = 0; w < 4; ++w) shares[i / 8][w] = words[w];
+          });
+        });
+      }
       const BwdStats<kBlockM> stats{shared.stats(q_ring.stage())};
       mask(bwd_visit(shared, told_slot()), stats);
       const float shift[2] = {ptx::load_shared_float(stats.shift(lane_row)), ptx::load_shared_float(stats.shift(lane_row + 8))};
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], args.scale_log2, -shift[score_row(i)]));
+      if constexpr (Tile::kTerms) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; i += 8) block_terms.template split<kBFloat16>(args, i, s, weights[i / 8], shares[i / 8]);
+      }
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
       const float delta[2] = {ptx::load_shared_float(stats.delta(lane_row)), ptx::load_shared_float(stats.delta(lane_row + 8))};
@@ -157,6 +178,12 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
 #pragma unroll
       for (int i = 0; i < kKeys / 2; i += 2) {
         const int r = score_row(i);
+        if constexpr (Tile::kTerms) {
+          store_scores(shared.scores(0), i, weights[i / 8][i % 8 / 2]);
+          store_scores(shared.scores(1), i, block_terms.template gradient<kBFloat16>(args, i, shares[i / 8][i % 8 / 2], dp[i], dp[i + 1],
+                                                                                     delta[r], delta[r]));
+          continue;
+        }
         store_scores(shared.scores(0), i, ptx::pack<kBFloat16>(s[i], s[i + 1]));
         store_scores(shared.scores(1), i, ptx::pack<kBFloat16>(s[i] * (dp[i] - delta[r]), s[i + 1] * (dp[i + 1] - delta[r])));
       }

@@ -11,6 +11,7 @@
 #include "bwd_mask.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_store.cuh"
+#include "bwd_terms.cuh"
 
 namespace flashsdpa {
 
@@ -29,9 +30,11 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
   const auto consumer = [&] { return key / kConsumerRows; };
   const auto elected = [&] { return key + thread == 0; };
 
-  float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], dp[kBlockM / 2], dq[kPieceColumns / 2];
+  float dk[Tile::kDim / 2], dv[Tile::kDimV / 2], s[kBlockM / 2], own_dp[Tile::kTerms ? 1 : kBlockM / 2], dq[kPieceColumns / 2];
   uint32_t p[kBlockM / 16][4], ds[kBlockM / 16][4];
   BwdBlockMask<Tile> block_mask(shared, key, thread);
+  BwdBlockTerms<Tile> block_terms;
+  auto& dp = either<Tile::kTerms>(s, own_dp);  // with terms in the place of S (bwd_terms.cuh)
   Ring<2> ring;  // one block of queries: of Q, dO and dS, which go round together, and its phase is that of dQ
   Ring<kTileSlots> tile_ring;
   static_assert(Tile::kStages == 2 && Tile::kStagesGradOut == 2);
@@ -153,9 +156,10 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     ptx::wgmma_settle(dv);
     bwd_wait_k(shared, tile_ring);
 
+    const auto wait_for_scores_place = [&] { ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1); };
     // dS for all consumers: laid down, and, behind what is begun meanwhile, given (below).
     const auto lay_scores = [&] {
-      ptx::mbarrier_wait(shared.empty_scores(ring.stage()), ring.phase() ^ 1);
+      wait_for_scores_place();
       fwd_delay(FwdPoint::kStore);
       const int row = own_key() + thread / ptx::kWarpLanes * 16 + lane % 16;
 #pragma unroll
@@ -204,6 +208,20 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       lay_piece(at);
     };
 
+    // With terms, a lane's words of 16 queries (bwd_terms.cuh) lie where its warp will lay dS.
+    const auto words_place = [&](int i) {
+      return shared.scores(ring.stage()) + i / 32 * Tile::kKeyBoxBytes +
+             (own_key() + thread / ptx::kWarpLanes * 16) * kBoxRowBytes + i % 32 / 8 * 512 + lane * 16;
+    };
+    const auto store_words = [&](int i, const uint32_t (&words)[4]) {
+      ptx::store_shared_16(words_place(i), words[0], words[1], words[2], words[3]);
+    };
+    const auto load_words = [&](int i, uint32_t (&words)[4]) {
+      float four[4];
+      ptx::load_shared_floats(words_place(i), four[0], four[1], four[2], four[3]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] = __float_as_uint(four[w]);
+    };
     constexpr int kHere = kBlockM / 4;  // of the exponentials; the others are computed while the piece of dQ is laid down
     const auto make_probabilities = [&](const BwdStats<kBlockM>& stats) {
 #pragma unroll
@@ -212,8 +230,19 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         ptx::load_shared_floats(stats.shift(score_column(i) + lane_column), shift[0], shift[1], shift[2], shift[3]);
 #pragma unroll
         for (int r = 0; r < 8; ++r) s[i + r] = ptx::exp2_fast(fmaf(s[i + r], args.scale_log2, -shift[stat_of(r)]));
+        if constexpr (Tile::kTerms) {
+          uint32_t words[4];
+          load_words(i, words);
+          block_terms.template split<kBFloat16>(args, i, s, p[i / 8], words);
+          store_words(i, words);
+        }
       }
-      ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
+      if constexpr (!Tile::kTerms) ptx::wgmma_compute_here<kHere>(s, args.blocks_m == 0);
+    };
+    // What soft cap, slopes and dropout are told of the block in turn: act(batch, head, the lane's first query and key).
+    const auto with_place = [&](const auto& act) {
+      act(work.batch, bwd_visit_head(shared, told_slot()), bwd_visit(shared, told_slot()).m() * kBlockM + lane_column,
+          first_key + lane_row);
     };
     // From the S of one block of queries, under way, to its P and dS; and what is left of the block before, whose sums are under
     // way behind it.
@@ -223,7 +252,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
         if constexpr (kSecond) finish(Ring<2>{ring.count - 1});
       };
       const BwdStats<kBlockM> stats{shared.stats(ring.stage())};
-      const float flag = stats.coarse(lane);
+      const float flag = Tile::kTerms ? 0.f : stats.coarse(lane);
       ptx::wgmma_wait<kSecond ? 2 : 0>();
       ptx::wgmma_settle(s);
       const BwdWord<Tile::kMasked> visit = bwd_visit(shared, told_slot());
@@ -231,7 +260,17 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       const auto add_values = [&] { block_mask.template add_values<kBFloat16>(args, work, told_slot(), s); };
       if constexpr (Tile::kValuesUnderSums) add_values();
       const bool values_left = !Tile::kValuesUnderSums && block_mask.adds(args, visit);
-      if (visit.edge() || values_left || block_mask.removes(args, visit) || coarse) {
+      if constexpr (Tile::kTerms) {
+        finish_before();
+        with_place([&](auto... place) {
+          wait_for_scores_place();
+          block_terms.apply(args, place..., s, store_words);
+        });
+        add_values();
+        mask(visit, stats, any_coarse(stats.coarse(lane)));
+        with_place([&](auto... place) { block_terms.draw(args, place...); });
+        make_probabilities(stats);
+      } else if (visit.edge() || values_left || block_mask.removes(args, visit) || coarse) {
         finish_before();  // first: a mask needs registers that its products have
         if constexpr (!Tile::kValuesUnderSums) add_values();
         mask(visit, stats, coarse);
@@ -245,7 +284,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       fwd_delay(FwdPoint::kKeyThere);
       ptx::wgmma_fence();
       issue_grad_probabilities();
-      constexpr int kEarly = 3;  // of the deltas, of 16 queries each, read under dP
+      constexpr int kEarly = Tile::kTerms ? 1 : 3;  // of the deltas, of 16 queries each, read under dP
       float delta[kBlockM / 16][4];
       const auto load_delta = [&](int j) {
         auto& its = delta[j];
@@ -255,20 +294,33 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
       for (int j = 0; j < kEarly; ++j) load_delta(j);
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
+      if constexpr (Tile::kTerms) {
+        block_terms.settle();
 #pragma unroll
-      for (int j = kEarly; j < kBlockM / 16; ++j) load_delta(j);
+        for (int i = 0; i < kBlockM / 2; i += 2) {
+          if (i % 8 == 0 && i / 8 >= kEarly) load_delta(i / 8);
+          if (i % 8 == 0) load_words(i, ds[i / 8]);
+          const float* its = &delta[i / 8][stat_of(i % 8)];
+          uint32_t& pair = ds[i / 8][i % 8 / 2];
+          pair = block_terms.template gradient<kBFloat16>(args, i, pair, dp[i], dp[i + 1], its[0], its[1]);
+        }
+      } else {
 #pragma unroll
-      for (int i = 0; i < kBlockM / 2; i += 2) {
-        const float* its = &delta[i / 8][stat_of(i % 8)];
-        p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
-        ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
+        for (int j = kEarly; j < kBlockM / 16; ++j) load_delta(j);
+#pragma unroll
+        for (int i = 0; i < kBlockM / 2; i += 2) {
+          const float* its = &delta[i / 8][stat_of(i % 8)];
+          p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i], s[i + 1]);
+          ds[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(s[i] * (dp[i] - its[0]), s[i + 1] * (dp[i + 1] - its[1]));
+        }
       }
     };
 
     ask_mask();
     begin_scores();
+    if constexpr (Tile::kTerms) settle_gradients();  // first: words of its own go there too
     make_scores(std::false_type());
-    settle_gradients();
+    if constexpr (!Tile::kTerms) settle_gradients();
     const uint32_t first = ring.count;
     const auto give = [&](uint32_t at) {  // the dS of block `at`, the piece of the block before
       ptx::fence_proxy_shared();

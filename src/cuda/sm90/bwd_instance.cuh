@@ -7,22 +7,22 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV, bool kMasked>
+template <DType kType, int kDim, int kDimV, bool kMasked, bool kTerms>
 const char* bwd_launch_instance(const BwdArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
-  using Tile = BwdTile<kDim, kDimV, kMasked>;
-  const auto kernel = flashsdpa_bwd_sm90<kType, kDim, kDimV, kMasked>;
+  using Tile = BwdTile<kDim, kDimV, kMasked, kTerms>;
+  const auto kernel = flashsdpa_bwd_sm90<kType, kDim, kDimV, kMasked, kTerms>;
   static SharedMemoryGrant grant;
   if (const char* error = grant.ask(kernel, Tile::kSharedBytes, device)) return error;
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
   return error_text(cudaGetLastError());
 }
 
-template <int kDim, int kDimV, bool kMasked = false>
+template <int kDim, int kDimV, bool kMasked = false, bool kTerms = false>
 constexpr BwdInstance bwd_make_instance() {
-  using Tile = BwdTile<kDim, kDimV, kMasked>;
+  using Tile = BwdTile<kDim, kDimV, kMasked, kTerms>;
   return {Tile::kBlockM, Tile::kBlockN, Tile::kStages, Tile::kAdders, kDim, Tile::kByKeys,
-          bwd_launch_instance<DType::kBFloat16, kDim, kDimV, kMasked>,
-          bwd_launch_instance<DType::kFloat16, kDim, kDimV, kMasked>};
+          bwd_launch_instance<DType::kBFloat16, kDim, kDimV, kMasked, kTerms>,
+          bwd_launch_instance<DType::kFloat16, kDim, kDimV, kMasked, kTerms>};
 }
 
 }  // namespace flashsdpa

@@ -8,6 +8,10 @@
 
 namespace flashsdpa {
 
+// Terms that are part of a score; and those that kernels which compute scores must know. Of sinks the log-sum-exp says it all.
+inline bool has_terms_in_scores(const Problem& p) { return p.softcap > 0 || p.slopes.data; }
+inline bool takes_terms(const Problem& p) { return has_terms_in_scores(p) || has_dropout(p); }
+
 struct BwdInstance {
   int block_m, block_n, stages;
   int adders;  // that add to one block of dQ, each to its own part, and so the words of BwdArgs::turns it has
@@ -20,9 +24,12 @@ struct BwdInstance {
 
 extern const BwdInstance kBwdD64, kBwdD96, kBwdD128, kBwdD192V128, kBwdD192, kBwdD256;
 extern const BwdInstance kBwdMaskedD64, kBwdMaskedD128, kBwdMaskedD256;
+extern const BwdInstance kBwdTermsD64, kBwdTermsD128, kBwdTermsD256;  // with terms, with a mask or without
 
-// flashsdpa_bwd_pre_sm90 and flashsdpa_bwd_post_sm90, over `blocks` blocks of queries.
-const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, uint32_t blocks, cudaStream_t stream);
+// flashsdpa_bwd_pre_sm90 and flashsdpa_bwd_post_sm90, over `blocks` blocks of queries. `terms`: a call has any (score_terms.h).
+const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, bool terms, uint32_t blocks, cudaStream_t stream);
 const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, uint32_t blocks, cudaStream_t stream);
+// flashsdpa_bwd_sinks_sm90, behind flashsdpa_bwd_pre_sm90.
+const char* bwd_launch_sinks(const BwdSinksArgs& args, cudaStream_t stream);
 
 }  // namespace flashsdpa

@@ -17,6 +17,7 @@ constexpr int64_t kCacheForQueries = 24 * 1024 * 1024;  // Q, dO and the sum of 
 
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
+  if (takes_terms(p)) return larger <= 64 ? kBwdTermsD64 : larger <= 128 ? kBwdTermsD128 : kBwdTermsD256;
   if (has_mask(p)) return larger <= 64 ? kBwdMaskedD64 : larger <= 128 ? kBwdMaskedD128 : kBwdMaskedD256;
   if (larger <= 64) return kBwdD64;
   if (larger <= 96) return kBwdD96;
@@ -24,6 +25,9 @@ const BwdInstance& pick_instance(const Problem& p) {
   if (larger <= 192) return p.dim_v <= 128 ? kBwdD192V128 : kBwdD192;
   return kBwdD256;
 }
+
+// What a call in any batch gets the same bits for has a fixed order too.
+bool fixed_order(const BackwardParams& b) { return b.deterministic || b.problem.batch_invariant; }
 
 bool wants_inputs(const BackwardParams& b) { return b.dq.data || b.dv.data; }  // dq is null too where dim is 0
 
@@ -42,7 +46,7 @@ bool reads_grad_out_in_place(const BackwardParams& b) {
 
 // Offsets in bytes, multiples of 256. All of it is linear in the length of the queries, but for what the mask's gradient needs.
 struct BwdScratch {
-  int64_t counter, stats, dq, turns, grad_out, mask, bytes;
+  int64_t counter, stats, dq, turns, grad_out, mask, sinks, bytes;
   int64_t blocks_m, blocks;  // of queries: of a head, of all
   int64_t copy_columns = 0;  // of grad_out; 0: not copied
 
@@ -61,9 +65,10 @@ struct BwdScratch {
     counter = take(kWord);
     stats = take(blocks * (kBwdStats * instance.block_m + kBwdFlags) * kWord);
     dq = take(wants_inputs(b) ? blocks * instance.block_m * instance.dim * kWord : 0);
-    turns = take(b.deterministic && wants_inputs(b) ? blocks * instance.adders * kWord : 0);
+    turns = take(fixed_order(b) && wants_inputs(b) ? blocks * instance.adders * kWord : 0);
     grad_out = take(p.batch * p.heads_q * p.seq_q * copy_columns * 2);
     mask = take(b.dmask ? bwd_plan_mask(p, processors).scratch_bytes : 0);
+    sinks = take(b.dsinks ? blocks * kWord : 0);
     bytes = end;
   }
 };
@@ -76,9 +81,9 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   FwdOrder order{};
   order.blocks_m = static_cast<uint32_t>(ceil_div(p.seq_k, instance.block_n));
   order.heads = static_cast<uint32_t>(heads);
-  order.longest_first = !equal && !b.deterministic;
+  order.longest_first = !equal && !fixed_order(b);
   // Equal tiles: a head's together. But in a fixed order of additions they would wait for each other, those of many heads do not.
-  const bool together = equal && !b.deterministic;
+  const bool together = equal && !fixed_order(b);
   order.section = static_cast<uint32_t>(
       together ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
   order.tiles = order.blocks_m * order.heads;
@@ -118,7 +123,8 @@ bool backward_needs_plan_sm90(const void* params) { return !is_short(*static_cas
 const char* launch_backward_sm90(const void* params, const Launch& launch) {
   const BackwardParams& b = *static_cast<const BackwardParams*>(params);
   const Problem& p = b.problem;
-  if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.seq_k == 0) return nullptr;  // no gradient, or only zeros
+  const bool no_rows = p.batch == 0 || p.heads_q == 0 || p.seq_q == 0;
+  if (no_rows || (p.seq_k == 0 && !b.dsinks)) return nullptr;  // no gradient, or only zeros
   CurrentDevice device;
   if (const char* reason = find_sm90_device(&device)) return reason;
   if (const char* reason = refuse_problem(p)) return reason;
@@ -146,7 +152,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   if (error) return error;
   args.stats = reinterpret_cast<float*>(at(scratch.stats));
   args.dq = reinterpret_cast<float*>(at(scratch.dq));
-  args.turns = b.deterministic && wants_inputs(b) ? reinterpret_cast<uint32_t*>(at(scratch.turns)) : nullptr;
+  args.turns = fixed_order(b) && wants_inputs(b) ? reinterpret_cast<uint32_t*>(at(scratch.turns)) : nullptr;
   args.counter = reinterpret_cast<uint32_t*>(at(scratch.counter));
   args.order = order;
   args.heads_q = heads_q;
@@ -165,8 +171,10 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.sign = p.scale == 0 ? 0.f : p.scale < 0 ? -1.f : 1.f;
   args.grad_scale = static_cast<float>(p.scale);
   if (has_mask(p)) args.mask = make_mask(p);
-  if (args.mask.values) {  // added to scores as they are scaled
-    args.sign = args.grad_scale;
+  args.terms = make_score_terms(p);
+  if (!has_terms_in_scores(p)) args.terms.scale = 1.f;
+  if (args.mask.values || has_terms_in_scores(p)) {  // which come to scores as they are scaled; terms do it themselves
+    args.sign = has_terms_in_scores(p) ? 1.f : args.grad_scale;
     args.scale = args.inverse_scale = 1.f;
     args.scale_log2 = 1.4426950408889634f;
   }
@@ -202,7 +210,11 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.block_m = instance.block_m;
   pre.dim_v = static_cast<int32_t>(p.dim_v);
   pre.mask = args.mask;
-  if ((error = bwd_launch_pre(pre, p.dtype, blocks, stream))) return error;
+  pre.terms = args.terms;
+  pre.sink_sums = b.dsinks ? reinterpret_cast<float*>(at(scratch.sinks)) : nullptr;
+  if ((error = bwd_launch_pre(pre, p.dtype, has_score_terms(p), blocks, stream))) return error;
+  if (b.dsinks && (error = bwd_launch_sinks({pre.sink_sums, b.dsinks, p.batch, heads_q, blocks_m}, stream))) return error;
+  if (p.seq_k == 0) return nullptr;  // zeros; the sinks alone have a gradient, that of the log-sum-exp
   if (b.dmask) {
     error = bwd_launch_mask(b, bwd_plan_mask(p, device.processors), args, at(scratch.mask), device.number, device.processors, stream);
     if (error) return error;

@@ -8,6 +8,7 @@
 #include "../../ptx/wgmma.cuh"
 #include "bwd_mask_sum.cuh"
 #include "bwd_scores.cuh"
+#include "bwd_terms.cuh"
 #include "fwd_delays.cuh"
 
 namespace flashsdpa {
@@ -103,8 +104,26 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     }
     ptx::wgmma_commit();
   };
+  // With terms: the lane's first query and key of the visit in turn, and which of its weights dropout keeps.
+  const auto query = [&] { return visit.m() * Tile::kBlockM + row(); };
+  const auto key = [&] { return visit.n() * Tile::kBlockN + column(); };
+  uint32_t kept[kScores / 32];
+  const auto draw = [&] {
+    if constexpr (Tile::kTerms) {
+#pragma unroll
+      for (uint32_t& word : kept) word = ~0u;
+      if (!bwd.terms.seed) return;
+      bwd_dropout_stream(bwd.terms, visit.batch(), visit.head()).draw_by_queries(query(), key(), kept);
+    }
+  };
   // Scores as they are to be exponentiated: scaled, values added, -inf where removed, also over NaN.
   const auto mask = [&](const BwdStats<Tile::kPieceRows>& stats) {
+    if constexpr (Tile::kTerms) {
+      scale_and_cap(bwd.terms, s);
+      if (bwd.terms.slopes.data) {
+        take_slopes_off(s, value_of_head(bwd.terms.slopes, visit.batch(), visit.head()), query() + bwd.terms.diagonal - key());
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       float value[2];
@@ -116,7 +135,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
       }
     }
     if (visit.is(BwdMaskVisit::kEdge)) {
-      mask_band(bwd, s, visit.m() * Tile::kBlockM + row(), visit.n() * Tile::kBlockN + column());
+      mask_band(bwd, s, query(), key());
     }
     if (any_coarse(stats.coarse(lane()))) {
       const float high[2] = {ptx::load_shared_float(stats.high(piece_row())), ptx::load_shared_float(stats.high(piece_row() + 8))};
@@ -133,9 +152,16 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
                  shared.k(visit.k_stage()));
     ptx::mbarrier_wait(shared.full_grad_out(visit.q_stage()), visit.q_phase());  // and the stats
     ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
-    issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
-                 shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
-    ptx::wgmma_wait<1>();
+    const auto issue_grad_weights = [&] {
+      issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
+                   shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
+    };
+    if constexpr (Tile::kTerms) {
+      draw();
+    } else {
+      issue_grad_weights();
+    }
+    ptx::wgmma_wait<Tile::kTerms ? 0 : 1>();
     ptx::wgmma_settle(s);
     free_stage(BwdMaskVisit::kLeaveQ, shared.empty_q(visit.q_stage()));
     free_stage(BwdMaskVisit::kLeaveK, shared.empty_k(visit.k_stage()));
@@ -144,6 +170,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     const float shift[2] = {ptx::load_shared_float(stats.shift(piece_row())), ptx::load_shared_float(stats.shift(piece_row() + 8))};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = ptx::exp2_fast(fmaf(s[i], bwd.scale_log2, -shift[score_row(i)]));
+    if constexpr (Tile::kTerms) issue_grad_weights();  // not earlier: what terms do needs its registers
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(dp);
     const float delta[2] = {ptx::load_shared_float(stats.delta(piece_row())), ptx::load_shared_float(stats.delta(piece_row() + 8))};
@@ -151,6 +178,10 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     free_stage(BwdMaskVisit::kLeaveQ, shared.empty_grad_out(visit.q_stage()));
     free_stage(BwdMaskVisit::kLeaveK, shared.empty_v(visit.k_stage()));
     if (visit.m() * Tile::kBlockM + first_row() >= bwd.seq_q) return;  // these rows have no stats
+    if constexpr (Tile::kTerms) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) dp[i] *= is_kept(kept, i) ? bwd.terms.rescale : 0.f;
+    }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {  // a weight of 0 says nothing, whatever NaN V holds there
       sum[i] = s[i] == 0.f ? sum[i] : fmaf(s[i], dp[i] - delta[score_row(i)], sum[i]);

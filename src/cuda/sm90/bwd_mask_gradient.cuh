@@ -14,10 +14,10 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV>
-__global__ void __launch_bounds__((BwdMaskTile<kDim, kDimV>::kThreads), 1)
+template <DType kType, int kDim, int kDimV, bool kTerms>
+__global__ void __launch_bounds__((BwdMaskTile<kDim, kDimV, kTerms>::kThreads), 1)
     flashsdpa_bwd_mask_sm90(const __grid_constant__ BwdMaskArgs args) {
-  using Tile = BwdMaskTile<kDim, kDimV>;
+  using Tile = BwdMaskTile<kDim, kDimV, kTerms>;
   extern __shared__ uint8_t memory[];
   const BwdMaskShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};
   const int warp = int(__shfl_sync(0xffffffffu, threadIdx.x / ptx::kWarpLanes, 0));
@@ -40,21 +40,21 @@ __global__ void __launch_bounds__((BwdMaskTile<kDim, kDimV>::kThreads), 1)
   }
 }
 
-template <DType kType, int kDim, int kDimV>
+template <DType kType, int kDim, int kDimV, bool kTerms>
 const char* bwd_launch_mask_instance(const BwdMaskArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
-  using Tile = BwdMaskTile<kDim, kDimV>;
-  const auto kernel = flashsdpa_bwd_mask_sm90<kType, kDim, kDimV>;
+  using Tile = BwdMaskTile<kDim, kDimV, kTerms>;
+  const auto kernel = flashsdpa_bwd_mask_sm90<kType, kDim, kDimV, kTerms>;
   static SharedMemoryGrant grant;
   if (const char* error = grant.ask(kernel, Tile::kSharedBytes, device)) return error;
   kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
   return error_text(cudaGetLastError());
 }
 
-template <int kDim, int kDimV>
+template <int kDim, int kDimV, bool kTerms = false>
 constexpr BwdMaskInstance bwd_make_mask_instance() {
-  using Tile = BwdMaskTile<kDim, kDimV>;
-  return {Tile::kBlockM, Tile::kBlockN, bwd_launch_mask_instance<DType::kBFloat16, kDim, kDimV>,
-          bwd_launch_mask_instance<DType::kFloat16, kDim, kDimV>};
+  using Tile = BwdMaskTile<kDim, kDimV, kTerms>;
+  return {Tile::kBlockM, Tile::kBlockN, bwd_launch_mask_instance<DType::kBFloat16, kDim, kDimV, kTerms>,
+          bwd_launch_mask_instance<DType::kFloat16, kDim, kDimV, kTerms>};
 }
 
 }  // namespace flashsdpa

@@ -23,9 +23,10 @@ struct BwdMaskArgs {
 
 // The blocks of queries that BwdArgs::stats and the tensor maps are made for are those of the backward kernel (kPieces of
 // them a tile); the mask's values, in float32, take the shared memory that the backward kernel has for dS and dQ.
-template <int kDimClass, int kDimVClass>
+template <int kDimClass, int kDimVClass, bool kWithTerms = false>
 struct BwdMaskTile {
-  using Base = BwdTile<kDimClass, kDimVClass, /*kMasked=*/true>;
+  using Base = BwdTile<kDimClass, kDimVClass, /*kMasked=*/true, kWithTerms>;
+  static constexpr bool kTerms = kWithTerms;
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = 2, kBlockM = kConsumers * kConsumerRows, kBlockN = Base::kBlockN;
   static constexpr int kPieceRows = Base::kBlockM, kPieces = kBlockM / kPieceRows;
@@ -53,7 +54,7 @@ struct BwdMaskTile {
   static constexpr int kVOffset = kGradOutOffset + kStages * kGradOutBytes;
   static constexpr int kValuesOffset = kVOffset + kStages * kVBytes;
   static constexpr int kStatsOffset = kValuesOffset + kBlockM * kBlockN * int(sizeof(float));
-  static constexpr int kSlotBytes = 16;
+  static constexpr int kSlotBytes = kTerms ? 32 : 16;
   static constexpr int kSlotOffset = kStatsOffset + kStages * kPieces * kStatsBytes;
   static constexpr int kUnitOffset = kSlotOffset + kVisits * kSlotBytes;
   static constexpr int kBarrierOffset = kUnitOffset + 8;
@@ -71,6 +72,7 @@ struct BwdMaskInstance {
 };
 
 extern const BwdMaskInstance kBwdMaskD64, kBwdMaskD128, kBwdMaskD256;
+extern const BwdMaskInstance kBwdMaskTermsD64, kBwdMaskTermsD128, kBwdMaskTermsD256;  // with terms
 
 // How the work on a problem with an additive mask is shared out among so many processors.
 struct BwdMaskPlan {

@@ -4,7 +4,7 @@
 
 namespace flashsdpa {
 
-extern template const char* bwd_launch_mask_instance<DType::kFloat16, 128, 128>(const BwdMaskArgs&, uint32_t, int, cudaStream_t);
+extern template const char* bwd_launch_mask_instance<DType::kFloat16, 128, 128, false>(const BwdMaskArgs&, uint32_t, int, cudaStream_t);
 extern const BwdMaskInstance kBwdMaskD128 = bwd_make_mask_instance<128, 128>();
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-template const char* bwd_launch_mask_instance<DType::kFloat16, 128, 128>(const BwdMaskArgs&, uint32_t, int, cudaStream_t);
+template const char* bwd_launch_mask_instance<DType::kFloat16, 128, 128, false>(const BwdMaskArgs&, uint32_t, int, cudaStream_t);
 
 }  // namespace flashsdpa

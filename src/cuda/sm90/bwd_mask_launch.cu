@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "../common/status.h"
+#include "bwd_instances.h"
 #include "bwd_mask_gradient.h"
 #include "tensors.h"
 
@@ -19,7 +20,10 @@ int64_t words_bytes(const BwdMaskPlan& plan) { return ceil_div((1 + plan.tiles) 
 BwdMaskPlan bwd_plan_mask(const Problem& p, int processors) {
   const int64_t larger = std::max(p.dim, p.dim_v), *size = p.mask.size;
   BwdMaskPlan plan{};
-  plan.instance = larger <= 64 ? &kBwdMaskD64 : larger <= 128 ? &kBwdMaskD128 : &kBwdMaskD256;
+  plan.instance = !takes_terms(p) ? (larger <= 64 ? &kBwdMaskD64 : larger <= 128 ? &kBwdMaskD128 : &kBwdMaskD256)
+                  : larger <= 64     ? &kBwdMaskTermsD64
+                  : larger <= 128    ? &kBwdMaskTermsD128
+                                     : &kBwdMaskTermsD256;
   const int64_t blocks_m = ceil_div(p.seq_q, plan.instance->block_m), blocks_n = ceil_div(p.seq_k, plan.instance->block_n);
   plan.tiles_m = size[2] == 1 ? 1 : blocks_m;
   plan.tiles_n = size[3] == 1 ? 1 : blocks_n;
@@ -29,7 +33,8 @@ BwdMaskPlan bwd_plan_mask(const Problem& p, int processors) {
   plan.blocks_n = size[3] == 1 ? blocks_n : 1;
   plan.tiles = size[0] * size[1] * plan.tiles_m * plan.tiles_n;
   const int64_t visits = plan.batches * plan.heads * plan.blocks_m * plan.blocks_n, enough = kUnitsForProcessor * processors;
-  plan.parts = std::clamp<int64_t>(ceil_div(enough, plan.tiles), 1, visits);
+  const int64_t planned = size[0] == 1 ? plan.tiles : plan.tiles / size[0] * planned_batch(p);
+  plan.parts = std::clamp<int64_t>(ceil_div(enough, planned), 1, visits);
   plan.scratch_bytes = words_bytes(plan) + (plan.parts > 1 ? size[0] * size[1] * size[2] * size[3] * 4 : 0);
   return plan;
 }

@@ -65,7 +65,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
   for (int unit = claim(); unit < units; unit = claim()) {
     BwdMaskWalk<Tile> walk(args, unit);
     if (walk.left == 0) {
-      tell({BwdMaskVisit::kFirst | BwdMaskVisit::kLast, 0, 0, unit});
+      tell({BwdMaskVisit::kFirst | BwdMaskVisit::kLast, 0, 0, unit, 0, 0});
       continue;
     }
     uint32_t first = BwdMaskVisit::kFirst;
@@ -83,7 +83,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       if (bwd_mask_edge<Tile>(bwd, at)) flags |= BwdMaskVisit::kEdge;
       flags |= q_ring.stage() * BwdMaskVisit::kStageQ + q_ring.phase() * BwdMaskVisit::kPhaseQ;
       flags |= k_ring.stage() * BwdMaskVisit::kStageK + k_ring.phase() * BwdMaskVisit::kPhaseK;
-      tell({flags, at.m, at.n, unit});
+      tell({flags, at.m, at.n, unit, at.batch, at.head});
       // In the order in which consumers wait.
       if (other_q) load_queries(std::true_type(), at);
       if (other_k) load_k(at);
@@ -96,7 +96,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       first = 0;
     }
   }
-  tell({BwdMaskVisit::kEnd, 0, 0, 0});
+  tell({BwdMaskVisit::kEnd, 0, 0, 0, 0, 0});
 }
 
 }  // namespace flashsdpa

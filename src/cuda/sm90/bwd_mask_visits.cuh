@@ -142,6 +142,7 @@ struct BwdMaskVisit {
   };
   uint32_t flags;
   int m, n, unit;
+  int batch, head;  // with terms
 };
 
 template <typename Tile>
@@ -157,6 +158,7 @@ __device__ inline void bwd_mask_tell(const BwdMaskShared<Tile>& shared, Ring<Til
   const int slot = ring.stage();
   ptx::mbarrier_wait(shared.empty_visit(slot), ring.phase() ^ 1);
   ptx::store_shared_16(shared.visit(slot), visit.flags, uint32_t(visit.m), uint32_t(visit.n), uint32_t(visit.unit));
+  if constexpr (Tile::kTerms) ptx::store_shared_8(shared.visit(slot) + 16, uint32_t(visit.batch), uint32_t(visit.head));
   ptx::mbarrier_arrive(shared.full_visit(slot));
   ring.advance();
 }
@@ -182,6 +184,8 @@ struct BwdMaskHeard {
   __device__ int m() const { return int(word(1)); }
   __device__ int n() const { return int(word(2)); }
   __device__ int unit() const { return int(word(3)); }
+  __device__ int batch() const { return int(word(4)); }
+  __device__ int head() const { return int(word(5)); }
 
  private:
   __device__ uint32_t word(int i) const {

@@ -1,7 +1,7 @@
 // The kernels before and after the backward kernel, which go through rows of queries at the speed of memory.
 //
 //   flashsdpa_bwd_pre_sm90    stats of each row (BwdArgs::stats), dQ's sum zeroed, turns and counter zeroed; a copy of
-//                             grad_out where TMA cannot read it
+//                             grad_out where TMA cannot read it; with terms, what each block gives to the sinks' gradient
 //   flashsdpa_bwd_post_sm90   dQ's sum, scaled and rounded, as the caller laid out dq
 //
 // One block of threads for each block of queries of a head.
@@ -11,6 +11,7 @@
 #include "../../ptx/warpgroup.cuh"
 #include "../common/status.h"
 #include "bwd_instances.h"
+#include "score_terms.cuh"
 
 namespace flashsdpa {
 namespace {
@@ -72,9 +73,27 @@ __device__ inline float mask_value(const FwdMask& mask, const RowsPlace& at, int
   return ptx::unpack<kBFloat16>(static_cast<const uint16_t*>(mask.values)[i]);
 }
 
+// A row's scores as terms make them of products q . k, but for what a mask adds.
+struct RowTerms {
+  const ScoreTerms& terms;
+  float slope, place;  // place: where the distance is 0
+  __device__ RowTerms(const ScoreTerms& its_terms, const RowsPlace& at, int row)
+      : terms(its_terms),
+        slope(terms.slopes.data ? value_of_head(terms.slopes, int(at.batch), at.head) : 0.f),
+        place(float(row + terms.diagonal)) {}
+  __device__ float score(float product, int key) const {
+    float one[1] = {product};
+    scale_and_cap(terms, one);
+    return fmaf(-slope, fabsf(place - float(key)), one[0]);
+  }
+};
+__device__ inline float sink_of(const ScoreTerms& terms, const RowsPlace& at) {
+  return terms.sinks.data ? value_of_head(terms.sinks, int(at.batch), at.head) : -kInfinity;
+}
+
 // The shift of a row whose log-sum-exp has few digits left for the logarithm of the sum, or none: the sum again, from the
 // scores. By the whole warp, in ordinary arithmetic: such rows are hardly ever met.
-template <bool kBFloat16, bool kMasked>
+template <bool kBFloat16, bool kMasked, bool kTerms>
 __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& at, int row, float lse, int lane) {
   const uint16_t* q = args.q + at.batch * args.q_stride[0] + at.head * args.q_stride[1] + row * args.q_stride[2];
   const uint16_t* k = args.k + at.batch * args.k_stride[0] + at.head / args.group * args.k_stride[1];
@@ -84,7 +103,11 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
     for (int c = 0; c < args.dim; ++c) {
       score = fmaf(ptx::unpack<kBFloat16>(q[c]), ptx::unpack<kBFloat16>(k[j * args.k_stride[2] + c]), score);
     }
-    if constexpr (kMasked) {
+    if constexpr (kTerms) {
+      score = RowTerms(args.terms, at, row).score(score, j) * args.scale;
+      if (args.mask.values) score = ptx::subtract(score, -mask_value<kBFloat16>(args.mask, at, row, j));
+      if (args.mask.plan && !mask_keeps(args.mask, at, row, j)) continue;
+    } else if constexpr (kMasked) {
       score *= args.scale;
       if (args.mask.values) score = ptx::subtract(score, -mask_value<kBFloat16>(args.mask, at, row, j));
       if (!mask_keeps(args.mask, at, row, j)) continue;
@@ -94,13 +117,28 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
     sum += ptx::exp2_fast(fminf(ptx::subtract(score, lse), 0.f) * kLog2e);
   }
   for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+  if constexpr (kTerms) sum += ptx::exp2_fast(fminf(ptx::subtract(sink_of(args.terms, at), lse), 0.f) * kLog2e);
   return sum > 0.f ? log2f(sum) : 0.f;
+}
+
+// What a block's rows give to the sinks' gradient: a row's sink has a weight as its keys have, and no value.
+__device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& at, const float* stats) {
+  __syncthreads();  // all stats are there
+  if (threadIdx.x >= ptx::kWarpLanes) return;
+  const float sink = sink_of(args.terms, at);
+  float sum = 0.f;
+  for (int row = int(threadIdx.x); row < args.block_m; row += ptx::kWarpLanes) {
+    const float shift = stats[bwd_stat_place(row)], high = stats[2 * args.block_m + bwd_stat_place(row)];
+    sum += ptx::exp2_fast(fmaf(ptx::subtract(sink, high), kLog2e, -shift)) * stats[args.block_m + bwd_stat_place(row)];
+  }
+  for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+  if (threadIdx.x == 0) args.sink_sums[blockIdx.x] = sum;
 }
 
 }  // namespace
 
 // kVectors: rows of out and grad_out are whole vectors.
-template <bool kBFloat16, bool kMasked, bool kVectors>
+template <bool kBFloat16, bool kMasked, bool kTerms, bool kVectors>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_constant__ BwdPreArgs args) {
   const RowsPlace at(args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
@@ -162,7 +200,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
     for (int u = 0; u < kAtOnce; ++u) {
       for (uint32_t rows = __ballot_sync(0xffffffffu, all_high >> u & 1); rows != 0; rows &= rows - 1) {
         const int source = __ffs(int(rows)) - 1, row = __shfl_sync(0xffffffffu, row_of(u), source);
-        const float shift = restored_shift<kBFloat16, kMasked>(args, at, row, args.lse[rows_before + row], lane);
+        const float shift = restored_shift<kBFloat16, kMasked, kTerms>(args, at, row, args.lse[rows_before + row], lane);
         if (lane == source) stats[bwd_stat_place(place(u))] = shift;
         coarse = true;
       }
@@ -176,6 +214,21 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
     args.turns[blockIdx.x * int64_t(args.turns_per_block) + threadIdx.x] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = 0;
+  if constexpr (kTerms) {
+    if (args.sink_sums) store_sink_sum(args, at, stats);
+  }
+}
+
+// One warp for each head, so that the order of a sum is fixed.
+__global__ void __launch_bounds__(ptx::kWarpLanes) flashsdpa_bwd_sinks_sm90(const __grid_constant__ BwdSinksArgs args) {
+  const int head = int(blockIdx.x), count = args.blocks_m;
+  double sum = 0.0;
+  for (int64_t batch = 0; batch < args.batch; ++batch) {
+    const float* of_batch = args.sink_sums + (batch * args.heads_q + head) * count;
+    for (int m = int(threadIdx.x); m < count; m += ptx::kWarpLanes) sum += double(of_batch[m]);
+  }
+  for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+  if (threadIdx.x == 0) args.dsinks[head] = float(-sum);
 }
 
 template <bool kBFloat16>
@@ -238,21 +291,29 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid
   }
 }
 
-const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, uint32_t blocks, cudaStream_t stream) {
+const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, bool terms, uint32_t blocks, cudaStream_t stream) {
   const auto whole = [&](const uint16_t* data, const int64_t* stride) {
     return aligned(data) && stride[0] % kVector == 0 && stride[1] % kVector == 0 && stride[2] % kVector == 0;
   };
   const bool vectors = args.dim_v % kVector == 0 && args.grad_stride[3] == 1 && whole(args.out, args.out_stride) &&
                        whole(args.grad_out, args.grad_stride);
-  const auto pick = [&](auto bfloat16, auto masked) {
-    constexpr bool kBFloat16 = decltype(bfloat16)::value, kMasked = decltype(masked)::value;
-    return vectors ? flashsdpa_bwd_pre_sm90<kBFloat16, kMasked, true> : flashsdpa_bwd_pre_sm90<kBFloat16, kMasked, false>;
+  const auto pick = [&](auto bfloat16) {
+    constexpr bool kBFloat16 = decltype(bfloat16)::value;
+    if (terms) {
+      return vectors ? flashsdpa_bwd_pre_sm90<kBFloat16, true, true, true> : flashsdpa_bwd_pre_sm90<kBFloat16, true, true, false>;
+    }
+    if (args.mask.plan) {
+      return vectors ? flashsdpa_bwd_pre_sm90<kBFloat16, true, false, true> : flashsdpa_bwd_pre_sm90<kBFloat16, true, false, false>;
+    }
+    return vectors ? flashsdpa_bwd_pre_sm90<kBFloat16, false, false, true> : flashsdpa_bwd_pre_sm90<kBFloat16, false, false, false>;
   };
-  const std::true_type yes;
-  const std::false_type no;
-  const bool bfloat16 = dtype == DType::kBFloat16;
-  const auto kernel = args.mask.plan ? (bfloat16 ? pick(yes, yes) : pick(no, yes)) : bfloat16 ? pick(yes, no) : pick(no, no);
+  const auto kernel = dtype == DType::kBFloat16 ? pick(std::true_type()) : pick(std::false_type());
   kernel<<<blocks, kThreads, 0, stream>>>(args);
+  return error_text(cudaGetLastError());
+}
+
+const char* bwd_launch_sinks(const BwdSinksArgs& args, cudaStream_t stream) {
+  flashsdpa_bwd_sinks_sm90<<<static_cast<uint32_t>(args.heads_q), ptx::kWarpLanes, 0, stream>>>(args);
   return error_text(cudaGetLastError());
 }
 

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kShortThreads, bwd_short_blocks(kDim, kMaskGra
     const int batch = dmask.over_batch ? i / summed_heads : plane / plane_heads;
     const int head = dmask.over_heads ? i % summed_heads : plane % plane_heads;
     __syncthreads();  // all have read what was there before
-    short_gradients<kBFloat16, kDim, true>(args, shared, batch, head, ptx::thread_read_anew(), sum);
+    short_gradients<kBFloat16, kDim, true>(args, shared, batch, head, int(ptx::anew(threadIdx.x)), sum);
   }
 
   const int lane = int(threadIdx.x) % ptx::kWarpLanes, query = int(threadIdx.x) / ptx::kWarpLanes * 16 + lane / 4;

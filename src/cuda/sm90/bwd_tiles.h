@@ -29,15 +29,17 @@ constexpr BwdChoice bwd_choice(int dim, int dim_v, bool masked) {
   return {.block_m = 64, .block_n = 80, .consumers = 2, .stages = 2, .stages_grad_out = 1};
 }
 
-// kWithMask: blocks of queries come from a mask plan (bwd_blocks.cuh).
-template <int kDimClass, int kDimVClass, bool kWithMask = false>
+// kWithMask: blocks of queries come from a mask plan (bwd_blocks.cuh). kWithTerms: scores have a soft cap, slopes or dropout, and
+// there may be no mask (bwd_terms.cuh).
+template <int kDimClass, int kDimVClass, bool kWithMask = false, bool kWithTerms = false>
 struct BwdTile {
   static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kDimVClass, kWithMask);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kBlockM = kChoice.block_m, kBlockN = kChoice.block_n;
   static constexpr int kConsumers = kChoice.consumers;
   static constexpr int kStages = kChoice.stages, kStagesGradOut = kChoice.stages_grad_out;
-  static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask;
+  static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask, kTerms = kWithTerms;
+  static_assert(kMasked || !kTerms);
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
   // The last two warps of the producer warpgroup load. The others see to dQ: each adds one consumer's; or, where there is
@@ -83,7 +85,7 @@ struct BwdTile {
   // quarters of a block of 16-bit values at 64, where there is no room for more.
   static constexpr int kValuesBytes = !kMasked ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;
   // By keys: whether there are registers to add them while dV and dK of the block before are under way.
-  static constexpr bool kValuesUnderSums = kMasked && kDim > 64;
+  static constexpr bool kValuesUnderSums = kMasked && !kTerms && kDim > 64;
   static constexpr int kValuesOffset = kPiecesEnd;
   static constexpr int kStatsOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
   static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;

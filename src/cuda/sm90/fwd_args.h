@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../../params.h"
+#include "score_terms.h"
 
 namespace flashsdpa {
 
@@ -82,6 +83,7 @@ struct FwdArgs {
   FwdFew few;
   FwdMask mask;
   uint32_t mask_sections;  // masked: sections of heads; the last may be longer
+  ScoreTerms terms;        // kernels with terms; where they change scores, scale and sign above are 1
 };
 
 }  // namespace flashsdpa

@@ -55,6 +55,12 @@ struct PlanWalk {
 
   __device__ void start(const FwdArgs& args, const FwdWork& work) {
     const FwdMask& mask = args.mask;
+    if constexpr (Tile::kTerms) {
+      if (!mask.plan) {
+        start_without_mask(work);
+        return;
+      }
+    }
     const int32_t* plan = plan_of<Tile>(args, work);
     const bool whole = work.last * Tile::kBlockN >= args.seq_k;  // the lists' ends are the tile's
     bool any = false;
@@ -76,11 +82,23 @@ struct PlanWalk {
     alike = any ? work.last - 1 : -1;
   }
 
+  // Kernels with terms: the blocks of the band, all alike.
+  static constexpr uint32_t kAllFull = kFull * ((1 << 2 * kRows) - 1) / 3;
+  __device__ void start_without_mask(const FwdWork& work) {
+    entries[0] = nullptr;
+    one_key = true;
+    first = work.first;
+    alike = work.empty() ? -1 : work.last - 1;
+  }
+
   __device__ FwdBlock step() {
     FwdBlock block{-1, 0};
     if (one_key) {
       if (alike < first) return block;
       block.n = alike--;
+      if constexpr (Tile::kTerms) {
+        if (!entries[0]) return {block.n, kAllFull};
+      }
 #pragma unroll
       for (int c = 0; c < kRows; ++c) {
         if (next[c] >= 0) block.classes |= uint32_t(__ldg(entries[c]) & 3) << 2 * c;

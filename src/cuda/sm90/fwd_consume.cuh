@@ -7,6 +7,7 @@
 #include "fwd_shared.cuh"
 #include "fwd_softmax.cuh"
 #include "fwd_store.cuh"
+#include "fwd_terms.cuh"
 
 namespace flashsdpa {
 
@@ -39,6 +40,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   const int query_step = Tile::kFew ? (lane_row + 8) / args.few.pack - lane_query : 8;
   const Turn<Tile::kConsumers> turn{consumer};
   BlockMask<Tile> block_mask(args, shared.values(consumer), thread);
+  TileTerms<Tile> terms;
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
   uint32_t q_phase = 0;
@@ -99,6 +101,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
   // All that is not done to every block; a scale that is not positive makes every block one of these.
   const bool same_sign = Tile::kMasked || args.sign == 1.f;
   const auto mask = [&] {
+    terms.apply(args, s, range.row + lane_row - n * kBlockN - 2 * (lane % 4));
     block_mask.template apply<kBFloat16>(args, s);
     if (same_sign && n < range.plain_until && n >= range.plain_from) return;
     if (!same_sign) {
@@ -113,6 +116,13 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       const int first[2] = {query + args.band_lo - first_column, query + query_step + args.band_lo - first_column};
       mask_before(s, first);
     }
+  };
+  // Which weights of the block stay, while its scores are under way.
+  const auto draw = [&] { terms.draw(args, range.row + lane_row, n * kBlockN + 2 * (lane % 4)); };
+  const auto keep = [&](int i, float weight) { return terms.keep(i, weight); };
+  // With terms there are no registers to keep what follows from it for the end of a tile.
+  const auto thread_again = [&] {
+    return Tile::kTerms ? int(ptx::anew(uint32_t(threadIdx.x))) % ptx::kWarpgroupThreads : thread;
   };
   const auto next_tile = [&] {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
@@ -148,6 +158,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     if (work.end()) break;
     range = fwd_range<Tile>(args, work, consumer);
     block_mask.start(args, work, range.row, consumer);
+    terms.start(args, work, shared.stream(consumer) + thread / ptx::kWarpLanes * StreamInShared::kBytes, lane);
     n = range.last - 1;
     skip(work.last - range.last);
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
@@ -156,6 +167,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     if (!Tile::kTakeUnderProducts) take_block();
     issue_scores();
     if (Tile::kTakeUnderProducts) take_block();
+    draw();
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(s);
     free_scores();
@@ -164,7 +176,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     OnlineSoftmax softmax;
     float factor[2];  // no reference yet, and nothing to shrink
 #pragma unroll
-    for (int r = 0; r < 2; ++r) softmax.sum[r] = softmax.template raise<kBFloat16>(r, s, scale_log2, p, factor[r]);
+    for (int r = 0; r < 2; ++r) softmax.sum[r] = softmax.template raise<kBFloat16>(r, s, scale_log2, p, keep, factor[r]);
 #pragma unroll
     for (float& value : o) value = 0.f;
 #pragma unroll 1
@@ -177,6 +189,7 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
       issue_output();
       turn.pass();
       if (Tile::kTakeUnderProducts) take_block();
+      draw();
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       free_scores();
@@ -188,11 +201,12 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         factor[r] = 1.f;
-        float total = softmax.template exponentiate<kBFloat16>(r, s, scale_log2, next_p);
+        float total = softmax.template exponentiate<kBFloat16>(r, s, scale_log2, next_p, keep);
         if (!softmax.within_range(total)) {
           block_mask.template remove<kBFloat16>(args, s);
+          terms.keep_again(args);
           raised = true;
-          total = softmax.template raise<kBFloat16>(r, s, scale_log2, next_p, factor[r]);
+          total = softmax.template raise<kBFloat16>(r, s, scale_log2, next_p, keep, factor[r]);
         }
         softmax.sum[r] += total;
       }
@@ -209,12 +223,13 @@ __device__ inline void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& s
     wait_for_value();
     issue_output();
     softmax.reduce();
-    store_lse<Tile>(args, softmax, work, consumer, thread);
+    terms.finish(args, work, softmax);
+    store_lse<Tile>(args, softmax, work, consumer, thread_again());
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(o);
     free_value();
     skip(range.first - work.first);
-    store_rows<Tile, kBFloat16>(args, shared, work, softmax, o, consumer, thread);
+    store_rows<Tile, kBFloat16>(args, shared, work, softmax, terms, o, consumer, thread_again());
   }
   if (elected) ptx::tma_store_wait_read();  // shared memory must outlive the reads
 }

@@ -25,6 +25,8 @@ extern const FwdInstance kFwdFew64D64, kFwdFew64D128, kFwdFew64D256, kFwdFew128D
 // With a mask: for many queries, and for few.
 extern const FwdInstance kFwdMaskedD64, kFwdMaskedD128, kFwdMaskedD192V128, kFwdMaskedD256;
 extern const FwdInstance kFwdMaskedFewD64, kFwdMaskedFewD128, kFwdMaskedFewD256;
+// With terms (score_terms.h), with a mask and without.
+extern const FwdInstance kFwdTermsD64, kFwdTermsD128, kFwdTermsD256;
 
 // Sums the parts of a split launch into out and the log-sum-exp; args as that launch had them. Null, or an error text.
 const char* fwd_combine(const FwdArgs& args, DType dtype, cudaStream_t stream);

@@ -123,6 +123,11 @@ const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const Curren
     args.mask_sections = mask_sections(args.order);
   }
   if (args.mask.values) args.scale = 1.f, args.sign = static_cast<float>(p.scale);
+  if (has_score_terms(p)) {
+    args.terms = make_score_terms(p);
+    args.mask_sections = mask_sections(args.order);
+    if (changes_scores(p)) args.scale = args.sign = 1.f;
+  }
   args.few.heads_q = static_cast<int32_t>(p.heads_q);
   args.few.group = static_cast<int32_t>(plan.group);
   args.few.pack = static_cast<int32_t>(plan.pack);

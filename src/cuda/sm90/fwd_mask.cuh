@@ -138,14 +138,42 @@ struct BlockMask {  // without a mask: all there is to know is the number, which
   __device__ void remove(const FwdArgs&, float (&)[kCount]) const {}
 };
 
+// The plan of a tile, and its plane of values.
+template <typename Tile, bool kTerms = Tile::kTerms>
+struct BlockMaskPlace {
+  const int32_t* its_plan;
+  int64_t its_plane;
+  __device__ void start(const FwdArgs& args, const FwdWork& work) {
+    its_plan = plan_of<Tile>(args, work);
+    its_plane = work.batch * args.mask.stride_batch + fwd_first_head<Tile>(args, work.head) * args.mask.stride_head;
+  }
+  __device__ const int32_t* plan(const FwdArgs&) const { return its_plan; }
+  __device__ int64_t plane(const FwdArgs&) const { return its_plane; }
+};
+// With terms there are no registers for either: anew for each block, from what is kept anyway; shuffled, or it would be kept.
+template <typename Tile>
+struct BlockMaskPlace<Tile, true> {
+  int batch, head;
+  __device__ void start(const FwdArgs&, const FwdWork& work) {
+    batch = work.batch;
+    head = work.head;
+  }
+  __device__ static int anew(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+  __device__ const int32_t* plan(const FwdArgs& args) const {
+    return args.mask.plan + anew(batch) * args.mask.plan_batch + anew(head) * args.mask.plan_head;
+  }
+  __device__ int64_t plane(const FwdArgs& args) const {
+    return anew(batch) * args.mask.stride_batch + anew(head) * args.mask.stride_head;
+  }
+};
+
 // What the mask has to say of a block is asked for while the products of the block before run: between the turns of a consumer
 // there is nothing that hides a wait, or so much as the instructions that find an address. It goes to shared memory because there
 // are no registers for it. A warp's memory holds two blocks, or one whose values are floats: such a block asks for its own.
 template <typename Tile>
 struct BlockMask<Tile, true> {
   const int warp, lane;
-  const int32_t* plan;
-  int64_t plane;  // of the values
+  BlockMaskPlace<Tile> place;
   int first_query;
   GranuleClass kind;      // of the block in turn
   uint32_t next;          // FwdBlock::word of the block after
@@ -173,8 +201,7 @@ struct BlockMask<Tile, true> {
   __device__ void expect(uint32_t slot) { next = __shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0); }
   // A tile, whose first block is expected. `row`: the consumer's first query.
   __device__ void start(const FwdArgs& args, const FwdWork& work, int row, int consumer) {
-    plan = plan_of<Tile>(args, work);
-    plane = work.batch * args.mask.stride_batch + fwd_first_head<Tile>(args, work.head) * args.mask.stride_head;
+    place.start(args, work);
     first_query = row;
     if (!floats(args)) ask(args, FwdBlock::from(next), consumer, other_offset());
   }
@@ -202,9 +229,9 @@ struct BlockMask<Tile, true> {
       return first + (Tile::kFew ? row / args.few.pack : row);
     };
     if (asked == kBits || asked == kMixed) __syncwarp();  // all lanes have read what was there
-    if (asked == kBits) FwdBits<Tile>{memory + there}.load(args.mask, plan, block.n, lane, query);
+    if (asked == kBits) FwdBits<Tile>{memory + there}.load(args.mask, place.plan(args), block.n, lane, query);
     if (asked == kMixed) {
-      with_values(args, memory + there, [&](auto values) { values.load(args.mask, plane, block.n, lane, query); });
+      with_values(args, memory + there, [&](auto values) { values.load(args.mask, place.plane(args), block.n, lane, query); });
     }
     ptx::copy_async_commit();
   }

@@ -37,6 +37,7 @@ int64_t fwd_partial_bytes(const Problem& p, const FwdPlan& plan);
 inline const FwdInstance& fwd_whole_instance(const Problem& p) {
   constexpr int64_t kShort = 1536;  // measured at 1024 and 4096
   const int64_t larger = std::max(p.dim, p.dim_v);
+  if (has_score_terms(p)) return larger <= 64 ? kFwdTermsD64 : larger <= 128 ? kFwdTermsD128 : kFwdTermsD256;
   if (has_mask(p)) {
     if (larger <= 64) return kFwdMaskedD64;
     if (larger <= 128) return kFwdMaskedD128;
@@ -144,12 +145,13 @@ inline void fwd_choose_splits(const Problem& p, int processors, bool may_split, 
   }
 }
 
-// `may_split`: there is memory for partial results.
-inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
+// Of the tiles of one batch size; `may_split`: there is memory for partial results.
+inline FwdPlan fwd_plan_of(const Problem& p, int processors, bool may_split) {
   constexpr double kWorthIt = 0.85;  // for what the model does not know
   FwdPlan best = fwd_tiling(p, fwd_whole_instance(p), 1);
   if (best.tiles == 0) return best;
   fwd_choose_splits(p, processors, may_split, &best);
+  if (has_score_terms(p)) return best;  // no kernel for few queries has them
   const int64_t pack = ceil_div(best.group, ceil_div(best.group, kConsumerRows));  // equal packs
   for (const int consumers : {2, 1}) {
     const FwdInstance& instance = fwd_few_instance(p, consumers);
@@ -164,6 +166,14 @@ inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
     if (few.microseconds < best.microseconds * kWorthIt || (small && few.microseconds <= best.microseconds)) best = few;
   }
   return best;
+}
+
+inline FwdPlan fwd_plan(const Problem& p, int processors, bool may_split) {
+  Problem planned = p;
+  planned.batch = planned_batch(p);
+  FwdPlan plan = fwd_plan_of(planned, processors, may_split);
+  plan.tiles = fwd_tiling(p, *plan.instance, plan.pack).tiles;
+  return plan;
 }
 
 }  // namespace flashsdpa

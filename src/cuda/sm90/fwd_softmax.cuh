@@ -36,10 +36,12 @@ struct OnlineSoftmax {
   float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled; -inf: none for a multiply-add
   float sum[2] = {0.f, 0.f};                          // this lane's share
 
-  // P of one row of a block, packed in pairs as the A operand of the next product; returns the lane's sum of it.
-  template <bool kBFloat16, int kCount>
-  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4]) const {
-    return pack_row<kBFloat16>(row, s, p, [&](float score) { return fmaf(score, scale_log2, -shift[row]); });
+  // P of one row of a block, packed in pairs as the A operand of the next product, but for the weights that keep(i, weight)
+  // drops; returns the lane's sum of P, those and all.
+  template <bool kBFloat16, int kCount, typename Keep>
+  __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4],
+                                const Keep& keep) const {
+    return pack_row<kBFloat16>(row, s, p, keep, [&](float score) { return fmaf(score, scale_log2, -shift[row]); });
   }
 
   // Whether all lanes of the warp may keep what they have: a sum within the limit has no term beyond it. False for NaN and
@@ -51,8 +53,9 @@ struct OnlineSoftmax {
 
   // Makes the maximum of this block and those before the reference, and P of the row relative to it. `factor` is for all
   // that was summed before. Returns the lane's sum of P.
-  template <bool kBFloat16, int kCount>
-  __device__ float raise(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4], float& factor) {
+  template <bool kBFloat16, int kCount, typename Keep>
+  __device__ float raise(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4], const Keep& keep,
+                         float& factor) {
     float top = max[row];
 #pragma unroll
     for (int i = 2 * row; i < kCount; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
@@ -66,7 +69,7 @@ struct OnlineSoftmax {
     // rows come this way in every block, where the difference is taken first.
     constexpr float kLargest = 1 << 20;
     shift[row] = fabsf(top * scale_log2) < kLargest ? top * scale_log2 : kMinusInfinity;
-    return pack_row<kBFloat16>(row, s, p, [&](float score) { return (score - safe) * scale_log2; });
+    return pack_row<kBFloat16>(row, s, p, keep, [&](float score) { return (score - safe) * scale_log2; });
   }
 
   // Each row's sum over its four lanes.
@@ -78,21 +81,32 @@ struct OnlineSoftmax {
     }
   }
 
+  // A logit more in a row whose sum is reduced and whose scores need no scaling. Returns the factor for what was summed before.
+  __device__ float add(int row, float logit) {
+    constexpr float kLog2e = 1.4426950408889634f;
+    const float top = fmaxf(max[row], logit), safe = top == kMinusInfinity ? 0.f : top;
+    const float factor = ptx::exp2_fast((max[row] - safe) * kLog2e);
+    sum[row] = fmaf(sum[row], factor, ptx::exp2_fast((logit - safe) * kLog2e));
+    max[row] = top;
+    return factor;
+  }
+
   __device__ float inverse(int row) const { return sum[row] == 0.f ? 0.f : 1.f / sum[row]; }
   __device__ float log_sum_exp(int row, float scale) const {
     return sum[row] == 0.f ? kMinusInfinity : fmaf(max[row], scale, logf(sum[row]));
   }
 
  private:
-  template <bool kBFloat16, int kCount, typename Exponent>
-  __device__ static float pack_row(int row, const float (&s)[kCount], uint32_t (&p)[kCount / 8][4], const Exponent& exponent) {
+  template <bool kBFloat16, int kCount, typename Keep, typename Exponent>
+  __device__ static float pack_row(int row, const float (&s)[kCount], uint32_t (&p)[kCount / 8][4], const Keep& keep,
+                                   const Exponent& exponent) {
     float total[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 2 * row; i < kCount; i += 4) {
       const float low = ptx::exp2_fast(exponent(s[i])), high = ptx::exp2_fast(exponent(s[i + 1]));
       total[0] += low;
       total[1] += high;
-      p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(low, high);
+      p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(keep(i, low), keep(i + 1, high));
     }
     return total[0] + total[1];
   }

@@ -116,13 +116,15 @@ __device__ inline void store_lse(const FwdArgs& args, const OnlineSoftmax& softm
   }
 }
 
-// A consumer's rows of a tile that is done. The sums are reduced and the log-sum-exp is stored already.
-template <typename Tile, bool kBFloat16>
+// A consumer's rows of a tile that is done, times `factor` if the tile has all their keys. The sums are reduced and the
+// log-sum-exp is stored already.
+template <typename Tile, bool kBFloat16, typename Terms>
 __device__ inline void store_rows(const FwdArgs& args, const FwdShared<Tile>& shared, const FwdWork& work,
-                                  const OnlineSoftmax& softmax, const float (&o)[Tile::kDimV / 2], int consumer, int thread) {
+                                  const OnlineSoftmax& softmax, const Terms& terms, const float (&o)[Tile::kDimV / 2],
+                                  int consumer, int thread) {
   const int first_query = work.row + consumer * fwd_queries<Tile>(args), barrier = int(FwdBarrier::kOut) + consumer;
   const bool elected = thread == 0;
-  const float factor[2] = {softmax.inverse(0), softmax.inverse(1)};
+  const float factor[2] = {terms.factor(args, softmax, 0), terms.factor(args, softmax, 1)};
   const bool partial = Tile::kFew && args.few.splits > 1;
   if (!partial && args.out.tma) {
     // Own staging memory: the store of the tile before must have read it. Q's memory: all warps must be done with Q.

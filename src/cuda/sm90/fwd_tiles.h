@@ -38,12 +38,15 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, bool masked) {
 
 // kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs,
 // and keys may be split (FwdFew); else rows are queries. kWithMask: blocks of keys come from a mask plan (fwd_blocks.cuh).
-template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, bool kWithMask>
+// kWithTerms: scores may have a soft cap, slopes and sinks, and weights be dropped (fwd_terms.cuh); these kernels do without a
+// mask plan too, where there is no mask.
+template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, bool kWithMask, bool kWithTerms = false>
 struct FwdTile {
   static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups, kWithMask);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = kConsumerGroups;
-  static constexpr bool kFew = kFewQueries, kMasked = kWithMask;
+  static constexpr bool kFew = kFewQueries, kMasked = kWithMask, kTerms = kWithTerms;
+  static_assert(kMasked || !kTerms);
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
@@ -82,7 +85,9 @@ struct FwdTile {
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kTileBlockOffset = 24;  // in a slot, after FwdWork: masked, the word of the tile's first block
   static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: a word with each stage of K
-  static constexpr int kSharedBytes = kBlockOffset + (kMasked ? kStages * 4 : 0) + 1024;  // 1024: to align the base
+  static constexpr int kStreamOffset = kBlockOffset + (kMasked ? kStages * 4 : 0);
+  static constexpr int kStreamBytes = kTerms ? ptx::kWarpgroupThreads * 4 : 0;  // of one consumer: dropout's random bits
+  static constexpr int kSharedBytes = kStreamOffset + kConsumers * kStreamBytes + 1024;  // 1024: to align the base
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 

@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 
 #include "fwd_args.h"
+#include "score_terms.h"
 
 namespace flashsdpa {
 
@@ -59,7 +60,7 @@ struct BwdShortArgs : ShortArgs {
 inline bool is_short(const Problem& p) {
   return p.seq_q <= kShortRows && p.seq_k <= kShortRows && p.dim <= kShortDim && p.dim_v <= kShortDim &&
          p.batch * p.heads_q <= INT32_MAX && (p.mask.data || !p.plan.data) &&
-         p.softcap == 0 && !p.slopes.data && !p.sinks.data && !p.dropout.seed;
+         !has_score_terms(p);
 }
 // Where heads share a head of k and v its gradients are sums, and a mask of one row or column is rare.
 inline bool is_short(const BackwardParams& b) {

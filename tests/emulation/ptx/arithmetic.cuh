@@ -14,6 +14,8 @@ inline float multiply(float a, float b) {
   volatile float product = a * b;
   return product;
 }
+inline uint32_t add_low_half(uint32_t word, uint32_t c) { return (word & 0xffff) + c; }
+inline uint64_t multiply_wide(uint32_t a, uint32_t b) { return uint64_t{a} * b; }
 template <bool kBFloat16>
 float unpack(uint16_t element) {
   return emulation::to_float(element, kBFloat16);
@@ -25,6 +27,13 @@ void unpack(uint32_t pair, float& low, float& high) {
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float reciprocal_fast(float x) { return 1.f / x; }
+inline float clamp_keep(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
+
+template <typename T>
+T anew(T value) {
+  return value;
+}
 
 template <bool kBFloat16>
 uint32_t pack(float low, float high) {

@@ -13,8 +13,6 @@ void registers_give() {}
 template <int>
 void registers_take() {}
 
-inline int thread_read_anew() { return static_cast<int>(threadIdx.x); }
-
 inline void barrier_sync(int id, int threads) { emulation::barrier_sync(id, threads); }
 inline void barrier_arrive(int id, int threads) { emulation::barrier_arrive(id, threads); }
 inline void fence_proxy_shared() { emulation::fence_proxy(); }

@@ -15,6 +15,8 @@ template <int kCount>
 void wgmma_settle(float (&)[kCount]) {}
 template <int kHere, int kCount>
 void wgmma_compute_here(const float (&)[kCount], bool) {}
+template <int kCount>
+void wgmma_compute_here(const uint32_t (&)[kCount], bool) {}
 template <int kRows>
 void wgmma_keep(const uint32_t (&)[kRows][4]) {}
 inline uint32_t wgmma_register_copy(uint32_t source) { return source; }

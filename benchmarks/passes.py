@@ -1,0 +1,86 @@
+"""Forward, backward and both together of one call by several implementations, which take turns: for calls that have more to
+them than benchmarks/forward.py and backward.py time."""
+
+import functools
+import statistics
+
+import torch
+from torch_flashsdpa.bench import measure
+
+import gpu
+
+FLOP = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # of the forward's
+LARGEST_ERROR = 0.03
+
+
+def run_case(case, group, kind, implementations, error_of, rounds):
+    """Rows of one forward.Case. implementations: {name: (call(q, k, v), context)}; error_of(name, leaves, grad_out, out, grads):
+    the error to hold against LARGEST_ERROR, or None. A ratio of ours to stock goes with `kind`, the name of such calls in the
+    table of "auto"."""
+    leaves = [t.requires_grad_() for t in case.make()]
+    grad_out = torch.randn(*leaves[0].shape[:3], leaves[2].size(3), device="cuda", dtype=case.dtype)
+    rows, calls = [], {name: {} for name in FLOP}
+    for name, (call, context) in implementations.items():
+        mine = {p: {"group": group, "case": case.name, "dtype": str(case.dtype).removeprefix("torch."), "pass": p, "impl": name}
+                for p in FLOP}  # fmt: skip
+        rows += mine.values()
+
+        def backward(out):
+            return torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+        try:
+            with context():
+                out = call(*leaves)
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                grads = backward(out)
+                mine["bwd"]["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            error = error_of(name, leaves, grad_out, out.detach(), grads)
+        except Exception as problem:  # noqa: BLE001  a rival without this case is a row without a time
+            for row in mine.values():
+                row["note"] = f"failed: {str(problem).splitlines()[0]}"
+            continue
+        for row in mine.values():
+            row |= {} if error is None else {"error": error}
+            row |= {} if error is None or error <= LARGEST_ERROR else {"note": f"failed: error {error:.3g}"}
+        if "note" not in mine["fwd"]:
+            runs = {"fwd": torch.no_grad()(functools.partial(call, *leaves)), "bwd": functools.partial(backward, out),
+                    "fwd+bwd": lambda call=call: backward(call(*leaves))}  # fmt: skip
+            for p, run in runs.items():
+                calls[p][name] = (run, context, mine[p])
+    for p, by_name in calls.items():
+        time_pass(case, p, kind, by_name, rounds)
+    return rows
+
+
+def time_pass(case, name, kind, calls, rounds):
+    if not calls:
+        return
+    run, context, _ = next(iter(calls.values()))
+    with context():
+        repeats = gpu.repeats(run, 8)
+    times = gpu.interleaved({impl: functools.partial(gpu.elapsed_ms_in, context, run, repeats)
+                             for impl, (run, context, _) in calls.items()}, rounds)  # fmt: skip
+    for impl, (_, _, row) in calls.items():
+        row["ms"] = statistics.median(times[impl])
+        row["tflops"] = FLOP[name] * case.flop() / row["ms"] / 1e9
+    if {"flashsdpa", "stock"} <= set(calls):
+        ratio, bound = measure.ratio_with_bound({impl: times[impl] for impl in ("flashsdpa", "stock")})
+        shape = {"kind": kind, "dim": case.dim, "seq_q": case.seq_q, "seq_k": case.seq_k}
+        calls["flashsdpa"][2].update(ratio=ratio, ratio_lower_95=bound, isa="sm90", section=kind, shape=shape)
+
+
+def table(rows):
+    """TFLOP/s, a line for each case and pass."""
+    names = list(dict.fromkeys(row["impl"] for row in rows))
+    cells = {}
+    for row in rows:
+        cells.setdefault(f"{row['case']} {row['pass']}", {})[row["impl"]] = row.get("tflops")
+    lines = [f"{'case':48}" + "".join(f"{name:>13}" for name in names)]
+    lines += [f"{cell:48}" + "".join(f"{'-' if by_name.get(name) is None else f'{by_name[name]:.0f}':>13}" for name in names)
+              for cell, by_name in cells.items()]  # fmt: skip
+    return "\n".join(lines)
+
+
+def failures(rows):
+    return [row for row in rows if row["impl"] == "flashsdpa" and "ms" not in row]
