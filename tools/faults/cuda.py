@@ -205,8 +205,8 @@ FAULTS = [
           "const int own = min(granule + i,", "const int own = min(granule,", FLOAT32 + "test_mask_kinds"),
     Fault("float32 granule passed by", "src/cuda/sm90/f32_visits.cuh",
           "__ldg(entries_[i]) >> 2 < n) ++entries_[i]", "__ldg(entries_[i]) >> 2 <= n) ++entries_[i]", FLOAT32 + "test_mask_kinds"),
-    Fault("float32 band cut short", "src/cuda/sm90/f32_backward.cuh",
-          "max(first - args_.band_hi, 0)", "max(first - args_.band_hi + 64, 0)", FLOAT32 + "test_bands"),
+    Fault("float32 band cut short", "src/cuda/sm90/f32_visits.cuh",
+          "own - args.band_hi :", "own - args.band_hi + 64 :", FLOAT32 + "test_bands"),
     Fault("float32 delta of the wrong query", "src/cuda/sm90/f32_backward.cuh",
           "(kRowsAreKeys ? delta[i % 2] : delta_[i / 2])", "(kRowsAreKeys ? delta[i / 2 % 2] : delta_[i / 2])", FLOAT32 + "test_dims"),
 ]
