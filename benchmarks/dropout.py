@@ -32,9 +32,12 @@ SEED = 0
 
 def cases():
     square = [(16, 1024), (4, 4096), (1, 16384)]
-    return [forward.Case(dim, batch, heads, seq, seq, causal)
-            for dim, heads in ((128, 16), (64, 32)) for causal in (True, False) for batch, seq in square] + [
-            forward.Case(256, 4, 8, 4096, 4096, causal) for causal in (True, False)]  # fmt: skip
+    return [*(forward.Case(dim, batch, heads, seq, seq, causal)
+              for dim, heads in ((128, 16), (64, 32)) for causal in (True, False) for batch, seq in square),
+            *(forward.Case(256, 4, 8, 4096, 4096, causal) for causal in (True, False)),
+            *(forward.Case(dim, batch, 16, seq, seq, False, dtype=torch.float16) for dim in (64, 128) for batch, seq in square[:2]),
+            *(forward.Case(dim, 16, 16, 128, 128, False, dtype=dtype) for dim in (64, 128)
+              for dtype in (torch.bfloat16, torch.float16))]  # fmt: skip
 
 
 def call_of(case, p, backend=None):

@@ -2,20 +2,19 @@
 
     python benchmarks/float32.py [--only TEXT] [--rounds N] [--out DIR]
 
-"exact": torch's float32 matmul precision is "highest"; "tf32": "high", which stock's math path and our kernels follow. A row's
-pass is "fwd", or "bwd": torch.autograd.grad of one recorded forward. Results are held against float64 on the last head before
-they are timed. Writes DIR/<date>-<machine>-float32.json.
+"exact": torch's float32 matmul precision is "highest"; "tf32": "high", which stock's math path and our kernels follow. Results are
+held against float64 on the last head before they are timed; of the masks, a causal one, with values in it as a bias, stands for all.
+Writes DIR/<date>-<machine>-float32.json.
 """
 
 import argparse
 import contextlib
-import functools
-import statistics
 import sys
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -23,21 +22,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import backward  # noqa: E402
 import forward  # noqa: E402
 import gpu  # noqa: E402
+import passes  # noqa: E402
 from torch_flashsdpa.bench import measure  # noqa: E402
 
-IMPLEMENTATIONS = {  # name in the table: (call, context)
-    "flashsdpa": (forward.sdpa, measure.ours),
-    "stock": (forward.sdpa, measure.stock),
-    "efficient": (forward.only(SDPBackend.EFFICIENT_ATTENTION), measure.stock),
-    "math": (forward.only(SDPBackend.MATH), measure.stock),
-}
+RIVALS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 MODES = {"exact": "highest", "tf32": "high"}  # torch.set_float32_matmul_precision
-LARGEST_ERROR = {"exact": 1e-4, "tf32": 0.03}  # relative to the largest element
+LARGEST_ERROR = {"exact": 1e-4, "tf32": passes.LARGEST_ERROR}  # relative to the largest element
+MASKS = ("mask", "bias")
 
 
 def cases():
-    return [forward.Case(dim, 4, 16, seq, seq, causal, dtype=torch.float32)
-            for dim in (64, 128) for causal in (True, False) for seq in (1024, 2048, 4096)]  # fmt: skip
+    """(case, kind): the plain calls, then those with a mask."""
+    plain = [forward.Case(dim, 4, 16, seq, seq, causal, dtype=torch.float32)
+             for dim in (64, 128) for causal in (True, False) for seq in (256, 1024, 4096)]  # fmt: skip
+    masked = [forward.Case(dim, 4, 16, seq, seq, True, dtype=torch.float32) for dim in (64, 128) for seq in (256, 1024, 4096)]
+    return [(case, "causal" if case.is_causal else "full") for case in plain] + [(case, kind) for case in masked for kind in MASKS]
 
 
 @contextlib.contextmanager
@@ -50,89 +49,63 @@ def precision(mode):
         torch.set_float32_matmul_precision(before)
 
 
-def last_head_error(case, leaves, out):
-    """Of the output, relative to its largest element."""
+def causal_mask(case, kind):
+    """(B, 1, Sq, Sk), bool or with 0 and -inf."""
+    keep = torch.ones(case.batch, 1, case.seq_q, case.seq_k, dtype=torch.bool, device="cuda").tril()
+    return keep if kind == "mask" else torch.zeros(keep.shape, device="cuda").masked_fill_(~keep, -torch.inf)
+
+
+def call_of(case, kind, backend=None):
+    how = {"attn_mask": causal_mask(case, kind)} if kind in MASKS else {"is_causal": case.is_causal}
+
+    def call(q, k, v):
+        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, **how)
+
+    return call
+
+
+def output_error(case, leaves, out):
+    """Of the last head, relative to its largest element."""
     q, k, v = (t.detach()[-1, -1].double() for t in leaves)
     scores = q @ k.T * case.dim**-0.5
     if case.is_causal:
         scores = scores.masked_fill(~torch.ones(scores.shape, dtype=torch.bool, device="cuda").tril(), -torch.inf)
     want = scores.softmax(-1) @ v
-    return ((out.detach()[-1, -1].double() - want).abs().max() / want.abs().max()).item()
+    return ((out[-1, -1].double() - want).abs().max() / want.abs().max()).item()
 
 
-def run_case(case, mode, direction, rounds):
-    leaves = [t.requires_grad_(direction == "bwd") for t in case.make()]
-    grad_out = torch.randn_like(leaves[0])
-    rows, calls = [], {}
-    for name, (call, context) in IMPLEMENTATIONS.items():
-        row = {"group": "float32", "case": case.name, "dtype": "float32", "mode": mode, "pass": direction, "impl": name}
-        rows.append(row)
-        try:
-            with context():
-                out = call(*leaves, case)
-            run = functools.partial(call, *leaves, case)
-            if direction == "bwd":
-                run = functools.partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True)
-            with context():
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                result = run()
-                row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        except Exception as error:  # noqa: BLE001  a rival without this case is a row without a time
-            row["note"] = f"failed: {str(error).splitlines()[0]}"
-            continue
-        row["error"] = (last_head_error(case, leaves, out) if direction == "fwd"
-                        else backward.last_head_error(case, leaves, grad_out, result))  # fmt: skip
-        del out, result
-        if row["error"] > LARGEST_ERROR[mode]:
-            row["note"] = f"failed: error {row['error']:.3g}"
-            continue
-        calls[name] = (run, context, row)
-    if not calls:
-        return rows
-    repeats = gpu.repeats(next(iter(calls.values()))[0], 10)
-    times = gpu.interleaved({name: functools.partial(gpu.elapsed_ms_in, context, run, repeats)
-                             for name, (run, context, _) in calls.items()}, rounds)  # fmt: skip
-    for name, (_, _, row) in calls.items():
-        row["ms"] = statistics.median(times[name])
-        row["tflops"] = (1 if direction == "fwd" else 2.5) * case.flop() / row["ms"] / 1e9
-    return rows
+def run_case(case, kind, mode, rounds):
+    implementations = {"flashsdpa": (call_of(case, kind), measure.ours), "stock": (call_of(case, kind), measure.stock)}
+    if kind not in MASKS:
+        implementations |= {name: (call_of(case, kind, backend), measure.stock) for name, backend in RIVALS.items()}
 
+    def error_of(name, leaves, grad_out, out, grads):
+        return max(output_error(case, leaves, out), backward.last_head_error(case, leaves, grad_out, grads))
 
-def table(rows):
-    cells = {}
-    for row in rows:
-        cells.setdefault(f"{row['case']} {row['pass']} {row['mode']}", {})[row["impl"]] = row
-    lines = [f"{'case':43}" + "".join(f"{name:>18}" for name in IMPLEMENTATIONS)]
-    for case, by_name in cells.items():
-        def cell(row):
-            return f"{row['tflops']:.1f} ({row['error']:.0e})" if "tflops" in row else "-"
-
-        lines.append(f"{case:43}" + "".join(f"{cell(by_name.get(name, {})):>18}" for name in IMPLEMENTATIONS))
-    return "\n".join(lines)
+    rows = passes.run_case(case, "float32", kind, implementations, error_of, rounds, LARGEST_ERROR[mode])
+    name = f"{case.name} {kind}" if kind in MASKS else case.name
+    return [row | {"case": f"{name} {mode}"} for row in rows]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name, with pass and mode, holds TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name, with the mode, holds TEXT")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     rows = []
-    for case in cases():
-        for direction in ("fwd", "bwd"):
-            for mode in MODES:
-                if options.only not in f"{case.name} {direction} {mode}":
-                    continue
-                with precision(mode):
-                    rows += run_case(case, mode, direction, options.rounds)
-                path = gpu.write(rows, options.out, "float32")
-                print(table(rows).splitlines()[-1], flush=True)
-    print(f"{table(rows)}\nTFLOP/s (largest error)\n{path}")
-    failed = [row for row in rows if row["impl"] == "flashsdpa" and "ms" not in row]
-    for row in failed:
-        print("FAILED", row["case"], row["pass"], row["mode"], row.get("note"))
-    return 1 if failed else 0
+    for case, kind in cases():
+        for mode in MODES:
+            if options.only not in f"{case.name} {kind} {mode}":
+                continue
+            with precision(mode):
+                rows += run_case(case, kind, mode, options.rounds)
+            path = gpu.write(rows, options.out, "float32")
+    print(f"{passes.table(rows)}\nTFLOP/s\n{path}")
+    for row in passes.failures(rows):
+        print("FAILED", row["case"], row["pass"], row.get("note"))
+    return 1 if passes.failures(rows) else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = ROOT / "torch_flashsdpa" / "data" / "auto_table.json"
-RECORDS = ("cpu", "cpu-auto", "forward", "forward-auto", "forward-decode", "backward-auto", "masks", "masks-auto")
+RECORDS = ("cpu", "cpu-auto", "forward", "forward-auto", "forward-decode", "backward-auto", "masks", "masks-auto", "dropout", "float32")
 
 
 def table_rows(runs):
