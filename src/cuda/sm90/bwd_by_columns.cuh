@@ -180,8 +180,9 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
         const int r = score_row(i);
         if constexpr (Tile::kTerms) {
           store_scores(shared.scores(0), i, weights[i / 8][i % 8 / 2]);
-          store_scores(shared.scores(1), i, block_terms.template gradient<kBFloat16>(args, i, shares[i / 8][i % 8 / 2], dp[i], dp[i + 1],
-                                                                                     delta[r], delta[r]));
+          const uint32_t share = shares[i / 8][i % 8 / 2];
+          store_scores(shared.scores(1), i,
+                       block_terms.template gradient<kBFloat16>(args, i, share, dp[i], dp[i + 1], delta[r], delta[r]));
           continue;
         }
         store_scores(shared.scores(0), i, ptx::pack<kBFloat16>(s[i], s[i + 1]));

@@ -67,7 +67,7 @@ struct BwdScratch {
     dq = take(wants_inputs(b) ? blocks * instance.block_m * instance.dim * kWord : 0);
     turns = take(fixed_order(b) && wants_inputs(b) ? blocks * instance.adders * kWord : 0);
     grad_out = take(p.batch * p.heads_q * p.seq_q * copy_columns * 2);
-    mask = take(b.dmask ? bwd_plan_mask(p, processors).scratch_bytes : 0);
+    mask = take(b.dmask && p.seq_k > 0 ? bwd_plan_mask(p, processors).scratch_bytes : 0);
     sinks = take(b.dsinks ? blocks * kWord : 0);
     bytes = end;
   }
@@ -214,15 +214,20 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.sink_sums = b.dsinks ? reinterpret_cast<float*>(at(scratch.sinks)) : nullptr;
   if ((error = bwd_launch_pre(pre, p.dtype, has_score_terms(p), blocks, stream))) return error;
   if (b.dsinks && (error = bwd_launch_sinks({pre.sink_sums, b.dsinks, p.batch, heads_q, blocks_m}, stream))) return error;
-  if (p.seq_k == 0) return nullptr;  // zeros; the sinks alone have a gradient, that of the log-sum-exp
-  if (b.dmask) {
+  // Without a key only sinks have a gradient, that of the log-sum-exp; the others are zeros.
+  if (b.dmask && p.seq_k == 0) {
+    const int64_t* size = p.mask.size;
+    const int64_t bytes = size[0] * size[1] * size[2] * size[3] * dtype_size(p.mask.dtype);
+    if ((error = error_text(cudaMemsetAsync(b.dmask, 0, static_cast<size_t>(bytes), stream)))) return error;
+  } else if (b.dmask) {
     error = bwd_launch_mask(b, bwd_plan_mask(p, device.processors), args, at(scratch.mask), device.number, device.processors, stream);
     if (error) return error;
   }
   if (!wants_inputs(b)) return nullptr;
 
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
-  if ((error = run(args, std::min(order.tiles, static_cast<uint32_t>(device.processors)), device.number, stream))) return error;
+  const auto run_blocks = std::min(order.tiles, static_cast<uint32_t>(device.processors));
+  if (run_blocks > 0 && (error = run(args, run_blocks, device.number, stream))) return error;
 
   BwdPostArgs post{};
   post.dq_sum = args.dq;
