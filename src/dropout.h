@@ -1,7 +1,8 @@
 // Which scores dropout keeps: a function of (seed, offset, batch, query head, query, key) alone. Forward and backward, tiles,
 // splits, threads and instruction sets so drop the same ones, and nothing is stored. No torch, no CUDA here.
 //
-// Random bits are Philox4x32-10's (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+// Random bits are Philox4x32-7's (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): seven is
+// the least number of rounds with which it passes BigCrush there, and they are most of what dropout costs.
 // Each (batch, query head) has a stream of its own, the four words (s0, s1, s2, s3) of Philox(key: seed; counter: offset,
 // offset >> 32, batch, head). A call Philox(key: s0, s1; counter: block of keys, block of queries, s2, s3) then decides
 // eight scores, with 16 bits for each: a score is kept where its bits are below Dropout::kept.
@@ -29,10 +30,10 @@ constexpr uint32_t dropout_kept(double p) { return kDropoutOne - uint32_t(p * kD
 FLASHSDPA_DEVICE constexpr uint32_t dropout_query_block(int64_t query) { return uint32_t(query >> 4 << 3 | (query & 7)); }
 FLASHSDPA_DEVICE constexpr uint32_t dropout_key_block(int64_t key) { return uint32_t(key >> 4 << 2 | (key >> 1 & 3)); }
 
-// Philox4x32-10 of a counter c, in place. W holds 64 bits, or lanes of 64 bits, whose low halves are the words; what the
+// Philox4x32 of a counter c, in place. W holds 64 bits, or lanes of 64 bits, whose low halves are the words; what the
 // high halves hold is of no interest. product(a, m): the 64 bits of (low half of a) * m. The caller's, so that a template
 // instantiated for one instruction set is not linked into another's code.
-constexpr int kPhiloxRounds = 10;
+constexpr int kPhiloxRounds = 7;
 constexpr uint32_t kPhiloxStep0 = 0x9E3779B9u, kPhiloxStep1 = 0xBB67AE85u;  // from a round's keys to those of the next
 
 template <typename W, typename Product>

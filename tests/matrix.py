@@ -15,7 +15,7 @@ import covering
 import torch
 from cases import BROADCASTS, FLOATS, GRAD_LAYOUTS, LAYOUTS, MASK_STRIDES, Case, inputs, placed
 from hypothesis import strategies as st
-from matrix_faults import FAULTS, unserved
+from matrix_faults import FAULTS, served_together, unserved
 from oracle import INF, SEED, Call, check, check_counting, ops, run_op
 
 import torch_flashsdpa
@@ -89,6 +89,11 @@ RULES = [
 
 
 @functools.cache
+def rules_on(device):
+    return RULES + served_together(device)
+
+
+@functools.cache
 def options_on(device):
     """The table with the values that the kernels of the device serve, and the faults that they refuse."""
     missing = unserved(device)
@@ -103,7 +108,7 @@ def options_on(device):
 def served_rows(device, number):
     """One covering array, of calls to be served. Which rows, follows from the session's seed and the array's number."""
     rng = random.Random(f"{SEED} {device} {number}")
-    for row in covering.covering_rows(options_on(device) | {"fault": ("",)}, RULES, rng):
+    for row in covering.covering_rows(options_on(device) | {"fault": ("",)}, rules_on(device), rng):
         yield row | {"numbers": number}
 
 
@@ -111,9 +116,10 @@ def refused_rows(device, number):
     """Rows in which every fault stands with every value of every option. (Of two faults in a call, one is masked.)"""
     rng = random.Random(f"{SEED} {device} {number} refused")
     options = options_on(device) | {"fault": options_on(device)["fault"][1:]}
-    pairs = covering.all_pairs(options, covering.forbidden_pairs(options, RULES))
+    rules = rules_on(device)
+    pairs = covering.all_pairs(options, covering.forbidden_pairs(options, rules))
     of_faults = {pair for pair in pairs if "fault" in (pair[0][0], pair[1][0])}
-    for row in covering.covering_rows(options, RULES, rng, of_faults):
+    for row in covering.covering_rows(options, rules, rng, of_faults):
         yield row | {"numbers": number}
 
 
@@ -125,7 +131,7 @@ def _draws(device):
         drawn = st.sampled_from(values)
         if name in SIZES:
             drawn = st.one_of(st.integers(1, 256 if name in ("dim", "dim_v") else 140), drawn)
-        draws.append((name, values, drawn, [rule for rule in RULES if name in rule[:2]]))
+        draws.append((name, values, drawn, [rule for rule in rules_on(device) if name in rule[:2]]))
     return draws[:-1]  # the last is the fault
 
 
@@ -375,7 +381,7 @@ def smallest(row, device="cpu"):
         tries = (row | {"numbers": n} for n in range(row["numbers"], row["numbers"] + 4))
         return next((r for r in tries if failure(r, device) is not None), None)
 
-    return covering.smallest(row, OPTIONS, RULES, failing, cost, simpler)
+    return covering.smallest(row, OPTIONS, rules_on(device), failing, cost, simpler)
 
 
 def report(row, device="cpu", problem=None):

@@ -149,14 +149,37 @@ DTYPES = {dtype_name(d): _missing("dtype", (d,), f"dtype is {dtype_name(d)}; sup
 FAULTS |= {f"no_{name}": fault for name, fault in (FEATURES | DTYPES).items()}
 
 
-def unserved(device):
-    """{name: fault}, of what the attention kernels for the device lack by the table."""
+def entries_of(device):
+    """The attention kernels for the device, of the table."""
     entries = [e for e in binding().kernel_table() if e["device"] == device and e["pass"] in ("forward", "backward")]
     assert entries, f"no kernel for {device} in this build"
+    return entries
 
-    def lacking(names, column):
-        dtypes = set().union(*(e["dtypes"] for e in entries))
-        have = dtypes if column == "dtypes" else set.intersection(*(set(e["features"]) for e in entries))
-        return [n for n in names if n not in have]
 
-    return {f"no_{name}": FAULTS[f"no_{name}"] for name in lacking(FEATURES, "features") + lacking(DTYPES, "dtypes")}
+def features_of(device):
+    """{dtype: the features that its kernels, all of them, have}; a mask's gradient is the backward's alone."""
+    of_dtype = {}
+    for entry in entries_of(device):
+        features = set(entry["features"]) | ({"bias_grad"} if entry["pass"] == "forward" else set())
+        for name in entry["dtypes"]:
+            of_dtype[name] = of_dtype.get(name, features) & features
+    return of_dtype
+
+
+def unserved(device):
+    """{name: fault}, of what no kernel for the device serves in any dtype."""
+    features = features_of(device)
+    lacking = [name for name in FEATURES if name not in set.union(*features.values())]
+    return {f"no_{name}": FAULTS[f"no_{name}"] for name in lacking + [name for name in DTYPES if name not in features]}
+
+
+def served_together(device):
+    """Rules (option, option, which values fit): of what a dtype's kernels lack and another's have."""
+    options = {name: (fault.option, fault.values) for name, fault in FEATURES.items()} | {"bias_grad": ("mask_grad", (True,))}
+    features = features_of(device)
+
+    def rule(feature, values):
+        return lambda dtype, value: value not in values or feature in features.get(dtype_name(dtype), ())
+
+    partly = [name for name in options if any(name not in have for have in features.values())]
+    return [("dtype", options[name][0], rule(name, options[name][1])) for name in partly]

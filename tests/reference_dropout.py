@@ -6,9 +6,9 @@ LOW = 0xFFFFFFFF
 
 
 def philox4x32(counter, key):
-    """The four words of Philox4x32-10 (Salmon et al. 2011), of a counter of four words and a key of two, int64 below 2^32."""
+    """The four words of Philox4x32-7 (Salmon et al. 2011), of a counter of four words and a key of two, int64 below 2^32."""
     c, k = [torch.as_tensor(word) for word in counter], [torch.as_tensor(word) for word in key]
-    for _ in range(10):
+    for _ in range(7):
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # modulo 2^64, whose bits are right whatever the sign
         c = [b >> 32 & LOW ^ c[1] ^ k[0], b & LOW, a >> 32 & LOW ^ c[3] ^ k[1], a & LOW]
         k = [k[0] + 0x9E3779B9 & LOW, k[1] + 0xBB67AE85 & LOW]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import BANDS, Case, inputs
 from launchers import MANY_QUERIES
-from oracle import INF, Call, Inputs, Result, check, generator
+from oracle import INF, Call, Result, check, generator
 from reference_dropout import dropout_kept, honoured
 from test_emulated_forward import HALVES, emulator, forward, pytestmark  # noqa: F401
 

@@ -15,9 +15,9 @@ constexpr int64_t kLow = 0xffffffff;
 Tensor low(const Tensor& t) { return t.bitwise_and(kLow); }
 Tensor high(const Tensor& t) { return low(t.__rshift__(32)); }
 
-// Philox4x32-10 (see ../dropout.h) in words of int64. Products are modulo 2^64, whose bits are right whatever their sign.
+// Philox4x32 (see ../dropout.h) in words of int64. Products are modulo 2^64, whose bits are right whatever their sign.
 std::array<Tensor, 4> philox(std::array<Tensor, 4> c, Tensor k0, Tensor k1) {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const Tensor a = c[0] * int64_t{0xD2511F53}, b = c[2] * int64_t{0xCD9E8D57};
     c = {high(b).bitwise_xor(c[1]).bitwise_xor(k0), low(b), high(a).bitwise_xor(c[3]).bitwise_xor(k1), low(a)};
     k0 = low(k0 + int64_t{0x9E3779B9});

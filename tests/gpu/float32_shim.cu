@@ -39,12 +39,12 @@ void fill(AnyView* view, Data data, const int64_t* strides, int i, int axes) {
 // From now on, as torch's matmul may be.
 FLASHSDPA_SHIM void allow_tf32(int allowed) { tf32_allowed = allowed; }
 
-FLASHSDPA_SHIM int64_t forward_scratch(const int64_t*, const int64_t*, const int32_t*, const int64_t*) { return 0; }
+FLASHSDPA_SHIM int64_t forward_scratch(const int64_t*, const int64_t*, const int32_t*, const int64_t*, const void*, const void*) { return 0; }
 
 FLASHSDPA_SHIM const char* forward(const void* q, const void* k, const void* v, void* out, void* lse, void*, void*,
                                    const int64_t* strides, const int64_t* sizes, const int64_t* band, const int32_t*,
                                    const void* mask, int mask_dtype, const int64_t* mask_layout, const int32_t* mask_plan,
-                                   int, double scale, void* stream) {
+                                   const void*, const void*, int, double scale, void* stream) {
   ForwardParams f{};
   f.problem = problem_of(sizes, band, scale);
   set_mask(mask, mask_dtype, mask_layout, mask_plan, &f.problem);
@@ -60,8 +60,8 @@ FLASHSDPA_SHIM const char* forward(const void* q, const void* k, const void* v, 
 
 FLASHSDPA_SHIM const char* backward(void* const* tensors, const int64_t* strides, const void* lse, const void* grad_lse,
                                     const int64_t* sizes, const int64_t* band, const void* mask, int mask_dtype,
-                                    const int64_t* mask_layout, const int32_t* mask_plan, void*, int, double scale, int,
-                                    void* scratch, int64_t* scratch_bytes, void* stream) {
+                                    const int64_t* mask_layout, const int32_t* mask_plan, void*, const void*, const void*, void*, int,
+                                    double scale, int, void* scratch, int64_t* scratch_bytes, void* stream) {
   BackwardParams b{};
   b.problem = problem_of(sizes, band, scale);
   set_mask(mask, mask_dtype, mask_layout, mask_plan, &b.problem);

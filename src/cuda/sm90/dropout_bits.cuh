@@ -13,9 +13,8 @@ struct PhiloxProduct {
   __device__ uint64_t operator()(uint64_t a, uint32_t m) const { return ptx::multiply_wide(uint32_t(a), m); }
 };
 
-// Where a warp has what all calls of one (batch, query head) share, the keys of the ten rounds and two words of the counter: in
+// Where a warp has what all calls of one (batch, query head) share, the keys of the first round and two words of the counter: in
 // pairs, which are read anew for every two calls, for there are no registers for them.
-constexpr int kStreamPairs = kPhiloxRounds + 1;
 
 struct StreamInLanes {  // one word in each
   uint32_t word;
@@ -26,11 +25,11 @@ struct StreamInLanes {  // one word in each
 };
 
 struct StreamInShared {  // half as many instructions
-  static constexpr int kBytes = 4 * ptx::kWarpLanes;
+  static constexpr int kWords = 4, kBytes = 4 * kWords;
   uint32_t shared;  // this warp's
   __device__ void lay(uint32_t its_word, int lane) {
     __syncwarp();  // all lanes have read what was there
-    ptx::store_shared_4(shared + 4 * lane, its_word);
+    if (lane < kWords) ptx::store_shared_4(shared + 4 * lane, its_word);
     __syncwarp();
   }
   __device__ uint2 pair(int i) const { return ptx::load_shared_8(shared + 8 * i); }
@@ -47,9 +46,9 @@ class DropoutStreamIn {
     const uint64_t offset = __ldg(reinterpret_cast<const unsigned long long*>(terms.offset));
     uint64_t words[4] = {offset, offset >> 32, uint64_t(batch), uint64_t(head)};
     philox4x32(words, seed, seed >> 32, PhiloxProduct());
-    const uint32_t low = lane & 1 ? uint32_t(words[1]) : uint32_t(words[0]);
-    const uint32_t high = lane & 1 ? uint32_t(words[3]) : uint32_t(words[2]);
-    place_.lay(lane < 2 * kPhiloxRounds ? low + lane / 2 * (lane & 1 ? kPhiloxStep1 : kPhiloxStep0) : high, lane);
+    const uint32_t keys = lane & 1 ? uint32_t(words[1]) : uint32_t(words[0]);
+    const uint32_t counter = lane & 1 ? uint32_t(words[3]) : uint32_t(words[2]);
+    place_.lay(lane < 2 ? keys : counter, lane);
   }
 
   // Rows are queries, columns keys. The lane's first of each: `query` of a row whose bit 3 is 0, `key` of 2 * (lane % 4) in a
@@ -105,13 +104,15 @@ class DropoutStreamIn {
  private:
   // Two calls, whose latencies hide each other.
   __device__ void draw(const uint32_t (&key_blocks)[2], const uint32_t (&query_blocks)[2], uint32_t (&words)[2][4]) const {
-    const uint2 high = place_.pair(kPhiloxRounds);
+    uint2 keys = place_.pair(0);
+    const uint2 high = place_.pair(1);
     uint64_t counters[2][4] = {{key_blocks[0], query_blocks[0], high.x, high.y},
                                {key_blocks[1], query_blocks[1], high.x, high.y}};
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
-      const uint2 keys = place_.pair(round);
       for (auto& counter : counters) philox_round(counter, uint64_t(keys.x), uint64_t(keys.y), PhiloxProduct());
+      keys.x += kPhiloxStep0;
+      keys.y += kPhiloxStep1;
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) words[i / 4][i % 4] = uint32_t(counters[i / 4][i % 4]);
