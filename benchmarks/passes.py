@@ -75,9 +75,9 @@ def table(rows):
     names = list(dict.fromkeys(row["impl"] for row in rows))
     cells = {}
     for row in rows:
-        cells.setdefault(f"{row['case']} {row['pass']}", {})[row["impl"]] = row.get("tflops")
-    lines = [f"{'case':48}" + "".join(f"{name:>13}" for name in names)]
-    lines += [f"{cell:48}" + "".join(f"{'-' if by_name.get(name) is None else f'{by_name[name]:.0f}':>13}" for name in names)
+        cells.setdefault(f"{row['case']} {row['dtype']} {row['pass']}", {})[row["impl"]] = row.get("tflops")
+    lines = [f"{'case':58}" + "".join(f"{name:>13}" for name in names)]
+    lines += [f"{cell:58}" + "".join(f"{'-' if by_name.get(name) is None else f'{by_name[name]:.0f}':>13}" for name in names)
               for cell, by_name in cells.items()]  # fmt: skip
     return "\n".join(lines)
 

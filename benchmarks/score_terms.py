@@ -26,6 +26,7 @@ import passes  # noqa: E402
 import torch_flashsdpa  # noqa: E402
 
 SOFTCAP = 20.0
+torch._dynamo.config.recompile_limit = 64  # each case is another function to it
 flex = torch.compile(flex_attention, dynamic=False)
 
 

@@ -21,8 +21,8 @@ def table_rows(runs):
     for run in runs:
         date = run["date"][:10]
         for row in run["rows"]:
-            if row.get("impl") != "flashsdpa" or "ratio" not in row or row["section"] == "memory":
-                continue
+            if row.get("impl") != "flashsdpa" or "ratio" not in row or row["section"] == "memory" or row["pass"] == "bwd":
+                continue  # a backward alone is no call
             shape, additive = row["shape"], row.get("group") == "bias"
             key = (row["isa"], row["dtype"], "bias" if additive else shape["kind"], row["pass"] == "fwd+bwd",
                    shape["dim"], shape["seq_q"], shape["seq_k"])  # fmt: skip

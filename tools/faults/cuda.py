@@ -11,6 +11,7 @@ MASKED_BACKWARD = "tests/test_emulated_masked_backward.py::"
 MASK_GRADIENT = "tests/test_emulated_mask_gradient.py::"
 FLOAT32 = "tests/test_emulated_float32.py::"
 SCORE_TERMS = "tests/test_emulated_score_terms.py::"
+SHORT = "tests/test_emulated_short.py::"
 TERMS_BACKWARD = "tests/test_emulated_score_terms_backward.py::"
 
 FAULTS = [
@@ -262,4 +263,17 @@ FAULTS = [
           TERMS_BACKWARD + "test_large_scores"),
     Fault("dropped weights in the mask's gradient", "src/cuda/sm90/bwd_mask_consume.cuh",
           "dp[i] *= is_kept(kept, i) ? bwd.terms.rescale : 0.f;", "dp[i] *= bwd.terms.rescale;", TERMS_BACKWARD + "test_mask_gradient[bhqk]"),
+    Fault("short sequence: the mask of the next query", "src/cuda/sm90/short_tile.cuh",
+          "plane + min(query + 8, args.seq_q - 1) * mask.stride[2]}", "plane + min(query + 9, args.seq_q - 1) * mask.stride[2]}",
+          SHORT + "test_mask_kinds[random-torch.bfloat16]"),
+    Fault("short sequence: keys that are not there", "src/cuda/sm90/short_tile.cuh",
+          "min(query + 8 + args.band_hi, args.seq_k - 1) - key}", "query + 8 + args.band_hi - key}", SHORT + "test_dims"),
+    Fault("short sequence: rows of the last window read while the next loads", "src/cuda/sm90/bwd_short.cu",
+          "    __syncthreads();  // all have read what was there before\n", "", SHORT + "test_gradient_of_a_mask[hqk-bias]"),
+    Fault("short sequence: P of the other warps not waited for", "src/cuda/sm90/bwd_short.cu",
+          "row, x, scale, lane);\n  __syncthreads();\n", "row, x, scale, lane);\n", SHORT + "test_dims"),
+    Fault("short sequence: one part of a mask's gradient", "src/cuda/sm90/bwd_short.cu",
+          "part < dmask.parts; ++part", "part < 1; ++part", SHORT + "test_gradient_of_a_mask[hqk-bias]"),
+    Fault("short sequence: gradient of the log-sum-exp dropped", "src/cuda/sm90/bwd_short.cu",
+          "delta[r] = -__ldg(grad_lse + query + 8 * r);", "delta[r] = 0.f;", SHORT + "test_dims"),
 ]
