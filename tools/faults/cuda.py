@@ -271,7 +271,7 @@ FAULTS = [
     Fault("short sequence: rows of the last window read while the next loads", "src/cuda/sm90/bwd_short.cu",
           "    __syncthreads();  // all have read what was there before\n", "", SHORT + "test_gradient_of_a_mask[hqk-bias]"),
     Fault("short sequence: P of the other warps not waited for", "src/cuda/sm90/bwd_short.cu",
-          "row, x, scale, lane);\n  __syncthreads();\n", "row, x, scale, lane);\n", SHORT + "test_dims"),
+          "base(args.dq), row, x, scale, lane);\n  __syncthreads();\n", "base(args.dq), row, x, scale, lane);\n", SHORT + "test_dims"),
     Fault("short sequence: one part of a mask's gradient", "src/cuda/sm90/bwd_short.cu",
           "part < dmask.parts; ++part", "part < 1; ++part", SHORT + "test_gradient_of_a_mask[hqk-bias]"),
     Fault("short sequence: gradient of the log-sum-exp dropped", "src/cuda/sm90/bwd_short.cu",

@@ -89,56 +89,56 @@ __device__ inline void short_gradients(const BwdShortArgs& args, const BwdShortS
                                        float* sum) {
   const int lane = thread % ptx::kWarpLanes, row = thread / ptx::kWarpLanes * 16, query = row + lane / 4;
   const auto base = [&](const FwdTensor& t) { return batch * t.stride_batch + head * t.stride_head; };
-          short_load<kDim>(shared.q, args.q, base(args.q), thread);
-      short_load<kDim>(shared.k, args.k, base(args.k), thread);
-      short_load<kDim>(shared.v, args.v, base(args.v), thread);
-      short_load<kDim>(shared.grad_out, args.grad_out, base(args.grad_out), thread, args.grad_step);
-      float m[kShortScores], p[kShortScores], ds[kShortScores];
-      if (args.mask.data) short_mask<kBFloat16>(args, batch, head, query, lane, m);
-      float delta[2] = {};  // rowsum(P dP) - grad_lse
-      if (args.grad_lse && lane % 4 == 0) {
-        const float* grad_lse = args.grad_lse + (int64_t(batch) * args.heads_q + head) * args.seq_q;
-  #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (query + 8 * r < args.seq_q) delta[r] = -__ldg(grad_lse + query + 8 * r);
-        }
-      }
-      ptx::copy_async_wait();
-      __syncthreads();
+  short_load<kDim>(shared.q, args.q, base(args.q), thread);
+  short_load<kDim>(shared.k, args.k, base(args.k), thread);
+  short_load<kDim>(shared.v, args.v, base(args.v), thread);
+  short_load<kDim>(shared.grad_out, args.grad_out, base(args.grad_out), thread, args.grad_step);
+  float m[kShortScores], p[kShortScores], ds[kShortScores];
+  if (args.mask.data) short_mask<kBFloat16>(args, batch, head, query, lane, m);
+  float delta[2] = {};  // rowsum(P dP) - grad_lse
+  if (args.grad_lse && lane % 4 == 0) {
+    const float* grad_lse = args.grad_lse + (int64_t(batch) * args.heads_q + head) * args.seq_q;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (query + 8 * r < args.seq_q) delta[r] = -__ldg(grad_lse + query + 8 * r);
+    }
+  }
+  ptx::copy_async_wait();
+  __syncthreads();
 
-      short_scores<kDim, kBFloat16>(p, shared.q, row, shared.k, lane);
-      short_finish(args, query, lane, m, p);
-      short_softmax(p, args.scale);
-      short_scores<kDim, kBFloat16>(ds, shared.grad_out, row, shared.v, lane);
-  #pragma unroll
-      for (int e = 0; e < kShortScores; ++e) delta[score_row(e)] += p[e] * ds[e];
-  #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], 1);
-        delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], 2);
-      }
-  #pragma unroll
-      for (int e = 0; e < kShortScores; ++e) {
-        ds[e] = p[e] * (ds[e] - delta[score_row(e)]);
-        if constexpr (kMaskGradient) sum[e] += ds[e];
-      }
-      if (!args.inputs) return;
+  short_scores<kDim, kBFloat16>(p, shared.q, row, shared.k, lane);
+  short_finish(args, query, lane, m, p);
+  short_softmax(p, args.scale);
+  short_scores<kDim, kBFloat16>(ds, shared.grad_out, row, shared.v, lane);
+#pragma unroll
+  for (int e = 0; e < kShortScores; ++e) delta[score_row(e)] += p[e] * ds[e];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], 1);
+    delta[r] += __shfl_xor_sync(0xffffffffu, delta[r], 2);
+  }
+#pragma unroll
+  for (int e = 0; e < kShortScores; ++e) {
+    ds[e] = p[e] * (ds[e] - delta[score_row(e)]);
+    if constexpr (kMaskGradient) sum[e] += ds[e];
+  }
+  if (!args.inputs) return;
 
-      const float scale[2] = {args.grad_scale, args.grad_scale}, one[2] = {1.f, 1.f};
-      uint32_t a[kShortRows / 16][4];
-      short_share<kBFloat16>(p, shared.p, row, lane, a);
-      short_share<kBFloat16>(ds, shared.ds, row, lane, a);
-      float x[kDim / 2];
-      short_sums<kDim, kBFloat16>(x, a, shared.k, lane);
-      short_store<kDim, kBFloat16>(shared.dq, args.dq, base(args.dq), row, x, scale, lane);
-      __syncthreads();
-      // Results go to the places of this warp's rows of V and K, which all have read.
-      short_transposed(shared.p, row, lane, a);
-      short_sums<kDim, kBFloat16>(x, a, shared.grad_out, lane);
-      short_store<kDim, kBFloat16>(shared.v, args.dv, base(args.dv), row, x, one, lane);
-      short_transposed(shared.ds, row, lane, a);
-      short_sums<kDim, kBFloat16>(x, a, shared.q, lane);
-      short_store<kDim, kBFloat16>(shared.k, args.dk, base(args.dk), row, x, scale, lane);
+  const float scale[2] = {args.grad_scale, args.grad_scale}, one[2] = {1.f, 1.f};
+  uint32_t a[kShortRows / 16][4];
+  short_share<kBFloat16>(p, shared.p, row, lane, a);
+  short_share<kBFloat16>(ds, shared.ds, row, lane, a);
+  float x[kDim / 2];
+  short_sums<kDim, kBFloat16>(x, a, shared.k, lane);
+  short_store<kDim, kBFloat16>(shared.dq, args.dq, base(args.dq), row, x, scale, lane);
+  __syncthreads();
+  // Results go to the places of this warp's rows of V and K, which all have read.
+  short_transposed(shared.p, row, lane, a);
+  short_sums<kDim, kBFloat16>(x, a, shared.grad_out, lane);
+  short_store<kDim, kBFloat16>(shared.v, args.dv, base(args.dv), row, x, one, lane);
+  short_transposed(shared.ds, row, lane, a);
+  short_sums<kDim, kBFloat16>(x, a, shared.q, lane);
+  short_store<kDim, kBFloat16>(shared.k, args.dk, base(args.dk), row, x, scale, lane);
 }
 
 // Blocks of a processor, by the registers that they take.
