@@ -7,7 +7,6 @@ float64 with the weights that it drops under one seed, read off equal scores and
 DIR/<date>-<machine>-dropout.json.
 """
 
-import argparse
 import contextlib
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import forward  # noqa: E402
-import gpu  # noqa: E402
 import passes  # noqa: E402
 from torch_flashsdpa.bench import measure  # noqa: E402
 
@@ -89,21 +87,11 @@ def run_case(case, p, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = passes.parser_of(__doc__, rounds=7)
     parser.add_argument("--p", type=float, default=0.1, help="the share that is dropped (default 0.1)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
-    rows = []
-    for case in cases():
-        if options.only in case.name:
-            rows += run_case(case, options.p, options.rounds)
-            path = gpu.write(rows, options.out, "dropout")
-    print(f"{passes.table(rows)}\n{path}")
-    for row in passes.failures(rows):
-        print("FAILED", row["case"], row["pass"], row.get("note"))
-    return 1 if passes.failures(rows) else 0
+    chosen = (case for case in cases() if options.only in case.name)
+    return passes.record((run_case(case, options.p, options.rounds) for case in chosen), "dropout", options.out)
 
 
 if __name__ == "__main__":

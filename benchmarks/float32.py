@@ -7,8 +7,8 @@ held against float64 on the last head before they are timed; of the masks, a cau
 Writes DIR/<date>-<machine>-float32.json.
 """
 
-import argparse
 import contextlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -21,7 +21,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import backward  # noqa: E402
 import forward  # noqa: E402
-import gpu  # noqa: E402
 import passes  # noqa: E402
 from torch_flashsdpa.bench import measure  # noqa: E402
 
@@ -88,24 +87,16 @@ def run_case(case, kind, mode, rounds):
     return [row | {"case": f"{name} {mode}"} for row in rows]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name, with the mode, holds TEXT")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    options = parser.parse_args()
-    rows = []
-    for case, kind in cases():
-        for mode in MODES:
-            if options.only not in f"{case.name} {kind} {mode}":
-                continue
+def groups(only, rounds):
+    for (case, kind), mode in itertools.product(cases(), MODES):
+        if only in f"{case.name} {kind} {mode}":
             with precision(mode):
-                rows += run_case(case, kind, mode, options.rounds)
-            path = gpu.write(rows, options.out, "float32")
-    print(f"{passes.table(rows)}\nTFLOP/s\n{path}")
-    for row in passes.failures(rows):
-        print("FAILED", row["case"], row["pass"], row.get("note"))
-    return 1 if passes.failures(rows) else 0
+                yield run_case(case, kind, mode, rounds)
+
+
+def main():
+    options = passes.parser_of(__doc__, rounds=5).parse_args()
+    return passes.record(groups(options.only, options.rounds), "float32", options.out)
 
 
 if __name__ == "__main__":

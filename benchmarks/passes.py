@@ -1,14 +1,17 @@
 """Forward, backward and both together of one call by several implementations, which take turns: for calls that have more to
 them than benchmarks/forward.py and backward.py time."""
 
+import argparse
 import functools
 import statistics
+from pathlib import Path
 
 import torch
 from torch_flashsdpa.bench import measure
 
 import gpu
 
+RESULTS = Path(__file__).resolve().parent / "results"
 FLOP = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # of the forward's
 LARGEST_ERROR = 0.03
 
@@ -82,5 +85,23 @@ def table(rows):
     return "\n".join(lines)
 
 
-def failures(rows):
-    return [row for row in rows if row["impl"] == "flashsdpa" and "ms" not in row]
+def parser_of(doc, rounds):
+    """What the benchmarks that use this module are told, each in its own words."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"interleaved rounds (default {rounds})")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+def record(groups, name, out):
+    """Rows, case by case from an iterator, into the record; then the table. The exit status: 1 if one of ours has no time."""
+    rows, path = [], None
+    for group in groups:
+        rows += group
+        path = gpu.write(rows, out, name)
+    print(f"{table(rows)}\nTFLOP/s\n{path}")
+    failed = [row for row in rows if row["impl"] == "flashsdpa" and "ms" not in row]
+    for row in failed:
+        print("FAILED", row["case"], row["pass"], row.get("note"))
+    return 1 if failed else 0

@@ -7,7 +7,6 @@ transformers does. "flashsdpa-none" is ours without the term: what it costs. Res
 Writes DIR/<date>-<machine>-score-terms.json.
 """
 
-import argparse
 import contextlib
 import sys
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import forward  # noqa: E402
-import gpu  # noqa: E402
 import passes  # noqa: E402
 
 import torch_flashsdpa  # noqa: E402
@@ -102,20 +100,9 @@ def run_case(case, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds TEXT")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    options = parser.parse_args()
-    rows = []
-    for case in cases():
-        if options.only in case.name:
-            rows += run_case(case, options.rounds)
-            path = gpu.write(rows, options.out, "score-terms")
-    print(f"{passes.table(rows)}\n{path}")
-    for row in passes.failures(rows):
-        print("FAILED", row["case"], row["pass"], row.get("note"))
-    return 1 if passes.failures(rows) else 0
+    options = passes.parser_of(__doc__, rounds=7).parse_args()
+    chosen = (case for case in cases() if options.only in case.name)
+    return passes.record((run_case(case, options.rounds) for case in chosen), "score-terms", options.out)
 
 
 if __name__ == "__main__":
