@@ -55,8 +55,7 @@ class Launchers:
                 mask=None, mask_plan=None, **terms):
         """q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) into out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). `way`:
         (consumers, heads packed, splits) of the instances for few queries, MANY_QUERIES, or None: as planned. mask
-        (B|1, Hq|1, Sq|1, Sk|1) with its plan (B|1, Hq|1, words); terms as
-        _term_arguments takes them."""
+        (B|1, Hq|1, Sq|1, Sk|1) with its plan (B|1, Hq|1, words); terms as _term_arguments takes them."""
         call = self.library.forward
         call.restype = ctypes.c_char_p
         call.argtypes = (
@@ -72,7 +71,8 @@ class Launchers:
         scratch = torch.full((scratch_bytes(sizes, limits, way, mask_arguments[2], *term_arguments) // 4,), float("nan"), device=q.device)
         tensors = (q, k, v, out, lse, counter, scratch if scratch.numel() else None)
         error = call(*(t.data_ptr() if t is not None else None for t in tensors), strides, sizes, limits, way,
-                     *mask_arguments, *term_arguments, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, stream)  # fmt: skip
+                     *mask_arguments, *term_arguments, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale,
+                     stream)  # fmt: skip
         if error is not None:
             raise RuntimeError(error.decode())
 
@@ -90,7 +90,8 @@ class Launchers:
     def backward(self, grad_out, q, k, v, out, lse, dq, dk, dv, grad_lse=None, band=(-OPEN, OPEN), scale=None,
                  deterministic=False, stream=None, mask=None, mask_plan=None, grad_mask=None, grad_sinks=None, **terms):
         """grad_out and out (B, Hq, Sq, Dv), lse and grad_lse (B, Hq, Sq) into dq, dk, dv, all of them or None; a mask as in forward,
-        whose gradient goes into grad_mask; terms as _term_arguments takes them, the sinks' gradient into grad_sinks. Returns the scratch memory used, which starts as NaN."""
+        whose gradient goes into grad_mask; terms as _term_arguments takes them, the sinks' gradient into grad_sinks. Returns the
+        scratch memory used, which starts as NaN."""
         call = self.library.backward
         call.restype = ctypes.c_char_p
         call.argtypes = ([ctypes.c_void_p] * 7 + [ctypes.c_int] + [ctypes.c_void_p] * 6 + [ctypes.c_int, ctypes.c_double, ctypes.c_int]
@@ -106,8 +107,8 @@ class Launchers:
         def run(scratch):
             error = call(pointers, strides, lse.data_ptr(), grad_lse.data_ptr() if grad_lse is not None else None, sizes,
                          limits, *_mask_arguments(mask, mask_plan), grad_mask.data_ptr() if grad_mask is not None else None,
-                         *term_arguments, grad_sinks.data_ptr() if grad_sinks is not None else None, q.dtype == torch.bfloat16, q.size(3) ** -0.5 if scale is None else scale, deterministic,
-                         scratch, ctypes.byref(needed), stream)  # fmt: skip
+                         *term_arguments, grad_sinks.data_ptr() if grad_sinks is not None else None, q.dtype == torch.bfloat16,
+                         q.size(3) ** -0.5 if scale is None else scale, deterministic, scratch, ctypes.byref(needed), stream)  # fmt: skip
             if error is not None:
                 raise RuntimeError(error.decode())
 

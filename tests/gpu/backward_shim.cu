@@ -1,6 +1,7 @@
 // The backward launcher with flat arguments, for tests that build it without torch. `tensors`: grad_out, q, k, v, out,
 // dq, dk, dv (all null: not wanted), with four strides each in `strides`. `grad_mask`: or null. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`:
-// lo, hi. `mask_layout`: see mask_shim.h; terms: see terms_shim.h; `grad_sinks`: or null. With `scratch` null, returns the bytes that it needs in *scratch_bytes.
+// lo, hi. `mask_layout`: see mask_shim.h; terms: see terms_shim.h; `grad_sinks`: or null. With `scratch` null,
+// returns the bytes that it needs in *scratch_bytes.
 #include "src/cuda/launchers.h"
 #include "tests/gpu/mask_shim.h"
 #include "tests/gpu/terms_shim.h"
