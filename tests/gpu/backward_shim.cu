@@ -1,9 +1,10 @@
 // The backward launcher with flat arguments, for tests that build it without torch. `tensors`: grad_out, q, k, v, out,
-// dq, dk, dv (all null: not wanted), with four strides each in `strides`. `grad_mask`: or null. `sizes`: batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v. `band`:
-// lo, hi. `mask_layout`: see mask_shim.h; terms: see terms_shim.h; `grad_sinks`: or null. With `scratch` null,
+// dq, dk, dv (all null: not wanted), with four strides each in `strides`. `grad_mask`: or null. `sizes`: see
+// problem_shim.h. `band`: lo, hi. `mask_layout`: see mask_shim.h; terms: see terms_shim.h; `grad_sinks`: or null. With `scratch` null,
 // returns the bytes that it needs in *scratch_bytes.
 #include "src/cuda/launchers.h"
 #include "tests/gpu/mask_shim.h"
+#include "tests/gpu/problem_shim.h"
 #include "tests/gpu/terms_shim.h"
 
 using namespace flashsdpa;
@@ -14,13 +15,7 @@ extern "C" __attribute__((visibility("default"))) const char* backward(
     const void* const* term_pointers, const double* term_numbers, float* grad_sinks, int bfloat16, double scale, int deterministic,
     void* scratch, int64_t* scratch_bytes, void* stream) {
   BackwardParams b{};
-  b.problem.batch = sizes[0];
-  b.problem.heads_q = sizes[1];
-  b.problem.heads_kv = sizes[2];
-  b.problem.seq_q = sizes[3];
-  b.problem.seq_k = sizes[4];
-  b.problem.dim = sizes[5];
-  b.problem.dim_v = sizes[6];
+  b.problem = problem_of(sizes);
   b.problem.dtype = bfloat16 ? DType::kBFloat16 : DType::kFloat16;
   b.problem.scale = scale;
   b.problem.band = {band[0], band[1]};

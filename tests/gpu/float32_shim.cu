@@ -2,6 +2,7 @@
 // serves; what means nothing here has no name.
 #include "src/cuda/launchers.h"
 #include "tests/gpu/mask_shim.h"
+#include "tests/gpu/problem_shim.h"
 
 using namespace flashsdpa;
 
@@ -11,15 +12,8 @@ namespace {
 
 bool tf32_allowed = false;
 
-Problem problem_of(const int64_t* sizes, const int64_t* band, double scale) {
-  Problem p{};
-  p.batch = sizes[0];
-  p.heads_q = sizes[1];
-  p.heads_kv = sizes[2];
-  p.seq_q = sizes[3];
-  p.seq_k = sizes[4];
-  p.dim = sizes[5];
-  p.dim_v = sizes[6];
+Problem float32_problem(const int64_t* sizes, const int64_t* band, double scale) {
+  Problem p = problem_of(sizes);
   p.dtype = DType::kFloat32;
   p.scale = scale;
   p.band = {band[0], band[1]};
@@ -46,7 +40,7 @@ FLASHSDPA_SHIM const char* forward(const void* q, const void* k, const void* v, 
                                    const void* mask, int mask_dtype, const int64_t* mask_layout, const int32_t* mask_plan,
                                    const void*, const void*, int, double scale, void* stream) {
   ForwardParams f{};
-  f.problem = problem_of(sizes, band, scale);
+  f.problem = float32_problem(sizes, band, scale);
   set_mask(mask, mask_dtype, mask_layout, mask_plan, &f.problem);
   fill(&f.q, q, strides, 0, 3);
   fill(&f.k, k, strides, 1, 3);
@@ -63,7 +57,7 @@ FLASHSDPA_SHIM const char* backward(void* const* tensors, const int64_t* strides
                                     const int64_t* mask_layout, const int32_t* mask_plan, void*, const void*, const void*, void*, int,
                                     double scale, int, void* scratch, int64_t* scratch_bytes, void* stream) {
   BackwardParams b{};
-  b.problem = problem_of(sizes, band, scale);
+  b.problem = float32_problem(sizes, band, scale);
   set_mask(mask, mask_dtype, mask_layout, mask_plan, &b.problem);
   ConstView* const inputs[5] = {&b.grad_out, &b.q, &b.k, &b.v, &b.out};
   View* const gradients[3] = {&b.dq, &b.dk, &b.dv};

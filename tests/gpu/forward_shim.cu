@@ -6,6 +6,7 @@
 #include "src/cuda/launchers.h"
 #include "src/cuda/sm90/fwd_plan.h"
 #include "tests/gpu/mask_shim.h"
+#include "tests/gpu/problem_shim.h"
 #include "tests/gpu/terms_shim.h"
 
 using namespace flashsdpa;
@@ -13,18 +14,6 @@ using namespace flashsdpa;
 #define FLASHSDPA_SHIM extern "C" __attribute__((visibility("default")))
 
 namespace {
-
-Problem problem_of(const int64_t* sizes) {
-  Problem p{};
-  p.batch = sizes[0];
-  p.heads_q = sizes[1];
-  p.heads_kv = sizes[2];
-  p.seq_q = sizes[3];
-  p.seq_k = sizes[4];
-  p.dim = sizes[5];
-  p.dim_v = sizes[6];
-  return p;
-}
 
 FwdPlan plan_of(const Problem& p, const int32_t* way) {
   FwdPlan plan = fwd_tiling(p, way[0] == 0 ? fwd_whole_instance(p) : fwd_few_instance(p, way[0]), way[1]);
