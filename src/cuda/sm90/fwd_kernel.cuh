@@ -1,6 +1,7 @@
 // Forward attention on Hopper: out = softmax(q k^T * scale) v and its log-sum-exp, for bfloat16 and float16.
 //
-//   warpgroup 0         producer: keeps the stages of K and V, and Q of the next tile, filled
+//   warpgroup 0         producer: keeps the stages of K and V, and Q of the next tile, filled; with a mask another of its warps
+//                       walks the plan (fwd_walk.cuh)
 //   warpgroups 1..      consumers, 64 queries each: S = Q K^T (shared x shared), softmax, O += P V (registers x shared)
 //
 // Two things hide the softmax behind the tensor cores (NOTES.md has the picture and the numbers). Within a consumer, S
@@ -32,6 +33,8 @@ __global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers, kFew, kMaske
       fwd_produce<Tile, false>(args, shared, thread);
     } else if (thread == 0) {
       fwd_produce<Tile, true>(args, shared, thread);
+    } else if constexpr (Tile::kMasked) {
+      if (thread == ptx::kWarpLanes) fwd_walk<Tile>(args, shared);
     }
   } else {
     if constexpr (Tile::kHandOver) ptx::registers_take<Tile::kConsumerRegisters>();

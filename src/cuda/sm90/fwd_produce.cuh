@@ -1,10 +1,10 @@
 // The producer of the forward kernel: takes tiles, and keeps the stages of K and V and the next Q filled.
 #pragma once
 
-#include "fwd_blocks.cuh"
 #include "fwd_delays.cuh"
 #include "fwd_load.cuh"
 #include "fwd_shared.cuh"
+#include "fwd_walk.cuh"
 
 namespace flashsdpa {
 
@@ -21,32 +21,21 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
   const auto claim = [&] {
     if (thread == 0) next = fwd_next_tile(args, next);
   };
-  // The tile in turn and its first block of keys. With a mask that is some dependent loads, made while the tile before still
-  // waits for memory.
+  // The tile in turn and its first block of keys. To follow a mask plan is some dependent loads a block and more a tile, so a warp
+  // of its own does it, if there is one that does not load.
+  constexpr bool kQueued = Tile::kMasked && kAlone;
   FwdWork work;
-  std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk> walk;
+  std::conditional_t<kQueued, BlockQueue<Tile>, std::conditional_t<Tile::kMasked, PlanWalk<Tile>, RangeWalk>> walk;
   FwdBlock block{-1, 0};
-  const auto first_block = [&] {
-    if (work.end()) return;
-    walk.start(args, work);
-    block = walk.step();
-    if (block.none()) {  // nothing to see: one block past the last key, of zeros
-      const int past = (args.seq_k + Tile::kBlockN - 1) / Tile::kBlockN;
-      block = {past, 0};
-      work.first = past;
-      work.last = past + 1;
-    }
-  };
-  const auto begin_tile = [&] {
-    if (!kAlone && thread > 0) return;
-    work = fwd_work<Tile>(args, next);
-    first_block();
-  };
-  if constexpr (Tile::kMasked) begin_tile();
   while (true) {
     if (kAlone || thread == 0) {
       ptx::mbarrier_wait(shared.empty_tile(tile_ring.stage()), tile_ring.phase() ^ 1);
-      if constexpr (!Tile::kMasked) begin_tile();
+      if constexpr (kQueued) {
+        block = walk.begin(shared, work);
+      } else {
+        work = fwd_work<Tile>(args, next);
+        block = fwd_first_block<Tile>(args, walk, work);
+      }
       fwd_put_work<Tile::kFew>(shared.tile(tile_ring.stage()), work);
       if constexpr (Tile::kMasked) ptx::store_shared_4(shared.tile_block(tile_ring.stage()), block.word());
       ptx::mbarrier_arrive(shared.full_tile(tile_ring.stage()));
@@ -54,13 +43,20 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
     if constexpr (!kAlone) {
       ptx::barrier_sync(int(FwdBarrier::kProducer), ptx::kWarpgroupThreads);
       work = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
-      first_block();
+      block = fwd_first_block<Tile>(args, walk, work);
     }
     tile_ring.advance();
     if (work.end()) break;
     const int head_kv = work.head / args.group, batch = work.batch;
 
-    FwdBlock ahead = walk.step();  // the block after `block`
+    const auto step = [&] {
+      if constexpr (kQueued) {
+        return walk.step(shared);
+      } else {
+        return walk.step();
+      }
+    };
+    FwdBlock ahead = step();  // the block after `block`
     const auto load_k = [&] {
       const int stage = k_ring.stage();
       const FwdSlot slot{shared.k(stage), shared.full_k(stage), shared.empty_k(stage), k_ring.phase() ^ 1};
@@ -82,35 +78,34 @@ __device__ inline void fwd_produce(const FwdArgs& args, const FwdShared<Tile>& s
       v_ring.advance();
     };
 
-    // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory. With a mask
-    // a step takes a while; it is taken before a wait for memory that is needed later than K's.
-    const auto step = [&] { return ahead.none() ? ahead : walk.step(); };
-    load_k();
-    FwdBlock after = step();
-    if (Tile::kMasked && ahead.none()) claim();  // one block
+    const auto load_q = [&] {
 #pragma unroll 1
-    for (int c = 0; c < Tile::kConsumers; ++c) {
-      const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
-      load_queries<Tile, kAlone>(slot, args, work.row + c * queries, work.head, work.batch, thread);
-    }
-    q_phase ^= 1;
+      for (int c = 0; c < Tile::kConsumers; ++c) {
+        const FwdSlot slot{shared.q(c), shared.full_q(c), shared.empty_q(c), q_phase ^ 1};
+        load_queries<Tile, kAlone>(slot, args, work.row + c * queries, work.head, work.batch, thread);
+      }
+      q_phase ^= 1;
+    };
+
+    // In the order in which consumers wait: S runs one block ahead of P V. The first K does not wait for Q's memory, nor, where
+    // that is freed last of all, does the second.
+    constexpr bool kTwoKeysFirst = kQueued && !Tile::kOwnOut;
+    bool q_due = true;
+    load_k();
+    if constexpr (!kTwoKeysFirst) load_q();
 #pragma unroll 1
     while (!ahead.none()) {
       const int last = block.n;
       block = ahead;
-      ahead = after;
+      ahead = step();
       load_k();
-      after = step();
-      if (Tile::kMasked && ahead.none()) claim();
+      if (kTwoKeysFirst && q_due) load_q();
+      q_due = false;
       load_v(last);
     }
-    const int last = block.n;
-    if constexpr (Tile::kMasked) {
-      begin_tile();
-    } else {
-      claim();
-    }
-    load_v(last);
+    if (kTwoKeysFirst && q_due) load_q();
+    if constexpr (!kQueued) claim();
+    load_v(block.n);
   }
 }
 

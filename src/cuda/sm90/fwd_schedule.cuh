@@ -86,6 +86,12 @@ __device__ inline void fwd_put_work(uint32_t slot, const FwdWork& work) {
   if constexpr (kFew) ptx::store_shared_4(slot + 20, work.split);
 }
 
+// By one thread.
+template <bool kFew>
+__device__ inline FwdWork fwd_read_work(uint32_t slot) {
+  const auto word = [&](int offset) { return int(ptx::load_shared_4(slot + offset)); };
+  return {word(0), word(4), word(8), word(12), word(16), kFew ? word(20) : 0};
+}
 // Each value from one lane, so that the compiler knows it, and all loops over the blocks, to be the same for the warp.
 template <bool kFew>
 __device__ inline FwdWork fwd_get_work(uint32_t slot) {

@@ -15,7 +15,8 @@ struct FwdShared {
   __device__ uint32_t k(int stage) const { return base + Tile::kKOffset + stage * Tile::kKBytes; }
   __device__ uint32_t v(int stage) const { return base + Tile::kVOffset + stage * Tile::kVBytes; }
   __device__ uint32_t out(int consumer) const { return base + Tile::kOutOffset + consumer * Tile::kOutStride; }
-  static constexpr int kOfK = 2 * Tile::kConsumers, kOfTiles = kOfK + 4 * Tile::kStages;  // first barriers
+  static constexpr int kOfK = 2 * Tile::kConsumers, kOfTiles = kOfK + 4 * Tile::kStages,
+                       kOfWalk = kOfTiles + 2 * kTileSlots;  // first barriers
   __device__ uint32_t full_q(int consumer) const { return barrier(consumer); }
   __device__ uint32_t empty_q(int consumer) const { return barrier(Tile::kConsumers + consumer); }
   __device__ uint32_t full_k(int stage) const { return barrier(kOfK + stage); }
@@ -24,6 +25,10 @@ struct FwdShared {
   __device__ uint32_t empty_v(int stage) const { return barrier(kOfK + 3 * Tile::kStages + stage); }
   __device__ uint32_t full_tile(int slot) const { return barrier(kOfTiles + slot); }
   __device__ uint32_t empty_tile(int slot) const { return full_tile(kTileSlots + slot); }
+  __device__ uint32_t full_walk(int slot) const { return barrier(kOfWalk + slot); }
+  __device__ uint32_t empty_walk(int slot) const { return full_walk(kWalkSlots + slot); }
+  __device__ uint32_t walk(int slot) const { return base + Tile::kWalkOffset + kTileSlotBytes * slot; }
+  __device__ uint32_t walk_block(int slot) const { return walk(slot) + Tile::kTileBlockOffset; }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
   __device__ uint32_t tile_block(int slot) const { return tile(slot) + Tile::kTileBlockOffset; }
   __device__ uint32_t block(int stage) const { return base + Tile::kBlockOffset + 4 * stage; }
@@ -47,6 +52,10 @@ __device__ inline void fwd_init_barriers(const FwdShared<Tile>& shared) {
   for (int slot = 0; slot < kTileSlots; ++slot) {
     ptx::mbarrier_init(shared.full_tile(slot), 1);
     ptx::mbarrier_init(shared.empty_tile(slot), Tile::kConsumers * kWarpsPerGroup);
+  }
+  for (int slot = 0; Tile::kMasked && slot < kWalkSlots; ++slot) {
+    ptx::mbarrier_init(shared.full_walk(slot), 1);
+    ptx::mbarrier_init(shared.empty_walk(slot), 1);
   }
   ptx::mbarrier_init_fence();
 }

@@ -13,6 +13,7 @@ constexpr int kBoxColumns = 64;  // a row of a box is 128 bytes, the width of th
 constexpr int kBoxRowBytes = kBoxColumns * kElementBytes;
 constexpr int kTileSlots = 2;      // tiles on their way from the producer to the consumers
 constexpr int kTileSlotBytes = 32;
+constexpr int kWalkSlots = 4;      // masked: blocks on their way from the walker to the loader
 constexpr int kMaxSharedBytes = 227 * 1024;
 
 struct FwdChoice {
@@ -81,10 +82,11 @@ struct FwdTile {
   static constexpr int kValuesOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
   static constexpr int kValuesBytes = kMasked ? kConsumerRows * kBlockN * 4 : 0;  // of one consumer, in float32
   static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kValuesBytes;
-  static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots;
+  static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots + (kMasked ? 2 * kWalkSlots : 0);
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kTileBlockOffset = 24;  // in a slot, after FwdWork: masked, the word of the tile's first block
-  static constexpr int kBlockOffset = kTileOffset + kTileSlots * kTileSlotBytes;  // masked: a word with each stage of K
+  static constexpr int kWalkOffset = kTileOffset + kTileSlots * kTileSlotBytes;
+  static constexpr int kBlockOffset = kWalkOffset + (kMasked ? kWalkSlots * kTileSlotBytes : 0);  // masked: a word with each stage of K
   static constexpr int kStreamOffset = kBlockOffset + (kMasked ? kStages * 4 : 0);
   static constexpr int kStreamBytes = kTerms ? ptx::kWarpgroupThreads * 4 : 0;  // of one consumer: dropout's random bits
   static constexpr int kSharedBytes = kStreamOffset + kConsumers * kStreamBytes + 1024;  // 1024: to align the base
