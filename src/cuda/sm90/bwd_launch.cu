@@ -138,6 +138,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
     return "this kernel takes up to 2^31 tiles; split the batch";
   const auto at = [&](int64_t offset) { return static_cast<uint8_t*>(b.scratch) + offset; };
   const auto blocks = static_cast<uint32_t>(scratch.blocks);
+  const auto run_blocks = std::min(order.tiles, static_cast<uint32_t>(device.processors));
   const auto heads_q = static_cast<int32_t>(p.heads_q), seq_q = static_cast<int32_t>(p.seq_q);
   const auto blocks_m = static_cast<int32_t>(scratch.blocks_m);
 
@@ -202,6 +203,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.dq = args.dq;
   pre.turns = args.turns;
   pre.counter = args.counter;
+  pre.tiles_taken = args.turns ? 0 : run_blocks;
   pre.turns_per_block = instance.adders;
   pre.dq_floats = wants_inputs(b) ? instance.block_m * instance.dim : 0;
   pre.heads_q = heads_q;
@@ -226,7 +228,6 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   if (!wants_inputs(b)) return nullptr;
 
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
-  const auto run_blocks = std::min(order.tiles, static_cast<uint32_t>(device.processors));
   if (run_blocks > 0 && (error = run(args, run_blocks, device.number, stream))) return error;
 
   BwdPostArgs post{};
@@ -240,7 +241,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   post.dim = static_cast<int32_t>(p.dim);
   post.dim_class = instance.dim;
   post.scale = args.grad_scale;
-  return bwd_launch_post(post, p.dtype, instance.by_keys, blocks, stream);
+  return bwd_launch_post(post, p.dtype, instance.by_keys, run_blocks > 0, blocks, stream);
 }
 
 }  // namespace flashsdpa

@@ -1,6 +1,6 @@
 // The kernels before and after the backward kernel, which go through rows of queries at the speed of memory.
 //
-//   flashsdpa_bwd_pre_sm90    stats of each row (BwdArgs::stats), dQ's sum zeroed, turns and counter zeroed; a copy of
+//   flashsdpa_bwd_pre_sm90    stats of each row (BwdArgs::stats), dQ's sum zeroed, turns zeroed, the counter set; a copy of
 //                             grad_out where TMA cannot read it; with terms, what each block gives to the sinks' gradient
 //   flashsdpa_bwd_post_sm90   dQ's sum, scaled and rounded, as the caller laid out dq
 //
@@ -8,9 +8,11 @@
 #include <type_traits>
 
 #include "../../ptx/arithmetic.cuh"
+#include "../../ptx/grid.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../common/status.h"
 #include "bwd_instances.h"
+#include "launch_behind.h"
 #include "score_terms.cuh"
 
 namespace flashsdpa {
@@ -140,6 +142,7 @@ __device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& a
 // kVectors: rows of out and grad_out are whole vectors.
 template <bool kBFloat16, bool kMasked, bool kTerms, bool kVectors>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_constant__ BwdPreArgs args) {
+  ptx::launch_dependents();  // all blocks have a place by the time that counts
   const RowsPlace at(args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   if (args.turns && int(threadIdx.x) < args.turns_per_block) {
     args.turns[blockIdx.x * int64_t(args.turns_per_block) + threadIdx.x] = 0;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = args.tiles_taken;
   if constexpr (kTerms) {
     if (args.sink_sums) store_sink_sum(args, at, stats);
   }
@@ -243,6 +246,7 @@ __device__ inline void store_row(const BwdPostArgs& args, uint16_t* dq, int row,
 // By keys 16 bytes of the sum are columns c and c + 1 of rows r and r + 8; by columns, rows r and r + 1 of columns c and c + 8.
 template <bool kBFloat16, bool kByKeys>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid_constant__ BwdPostArgs args) {
+  ptx::wait_for_grid_before();
   const RowsPlace at(args.blocks_m, args.heads_q);
   uint16_t* dq = args.dq + at.batch * args.stride[0] + at.head * args.stride[1];
   const float* sum = args.dq_sum + blockIdx.x * (int64_t(args.block_m) * args.dim_class);
@@ -317,10 +321,11 @@ const char* bwd_launch_sinks(const BwdSinksArgs& args, cudaStream_t stream) {
   return error_text(cudaGetLastError());
 }
 
-const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, uint32_t blocks, cudaStream_t stream) {
+const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, bool behind, uint32_t blocks, cudaStream_t stream) {
   const bool bfloat16 = dtype == DType::kBFloat16;
   const auto kernel = by_keys ? (bfloat16 ? flashsdpa_bwd_post_sm90<true, true> : flashsdpa_bwd_post_sm90<false, true>)
                               : (bfloat16 ? flashsdpa_bwd_post_sm90<true, false> : flashsdpa_bwd_post_sm90<false, false>);
+  if (behind) return launch_behind(kernel, blocks, kThreads, 0, stream, args);
   kernel<<<blocks, kThreads, 0, stream>>>(args);
   return error_text(cudaGetLastError());
 }

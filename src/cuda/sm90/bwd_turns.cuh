@@ -5,6 +5,7 @@
 // addition is performed: two trips to the L2 cache and more, about as long as a consumer takes for a block.
 #pragma once
 
+#include "../../ptx/grid.cuh"
 #include "bwd_blocks.cuh"
 
 namespace flashsdpa {
@@ -17,6 +18,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
   const uint32_t bytes = (adder == Tile::kAdders - 1 ? kLast : kBwdPieceFloats) * int(sizeof(float));
   Ring<kTileSlots> tile_ring;
   Ring<1> blocks;
+  ptx::wait_for_grid_before();  // which zeroes the sum and the turns
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
@@ -70,6 +72,7 @@ template <typename Tile>
 __device__ inline void bwd_keep_turns(const BwdArgs& args, const BwdShared<Tile>& shared, int lane) {
   Ring<kTileSlots> tile_ring;
   Ring<Tile::kStages> blocks;
+  ptx::wait_for_grid_before();  // which zeroes the turns
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
