@@ -4,7 +4,7 @@
 //                             grad_out where TMA cannot read it; with terms, what each block gives to the sinks' gradient
 //   flashsdpa_bwd_post_sm90   dQ's sum, scaled and rounded, as the caller laid out dq
 //
-// One block of threads for each block of queries of a head.
+// One block of threads for each block of queries of a head; the last kernel has one for each piece of it.
 #include <type_traits>
 
 #include "../../ptx/arithmetic.cuh"
@@ -12,6 +12,7 @@
 #include "../../ptx/warpgroup.cuh"
 #include "../common/status.h"
 #include "bwd_instances.h"
+#include "bwd_store.cuh"
 #include "launch_behind.h"
 #include "score_terms.cuh"
 
@@ -32,10 +33,10 @@ struct alignas(16) FourFloats {
 struct RowsPlace {
   int m, head;
   int64_t batch;
-  __device__ RowsPlace(int blocks_m, int heads)
-      : m(int(blockIdx.x % uint32_t(blocks_m))),
-        head(int(blockIdx.x / uint32_t(blocks_m) % uint32_t(heads))),
-        batch(blockIdx.x / uint32_t(blocks_m) / uint32_t(heads)) {}
+  __device__ RowsPlace(uint32_t block, int blocks_m, int heads)
+      : m(int(block % uint32_t(blocks_m))),
+        head(int(block / uint32_t(blocks_m) % uint32_t(heads))),
+        batch(block / uint32_t(blocks_m) / uint32_t(heads)) {}
 };
 
 __host__ __device__ inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector) == 0; }
@@ -49,6 +50,11 @@ __device__ inline Vector load_elements(const uint16_t* source, int64_t step, int
     if (e < count) v.pair[e / 2] |= uint32_t(source[e * step]) << e % 2 * 16;
   }
   return v;
+}
+__device__ inline Vector load_staged(uint32_t shared) {
+  float f[4];
+  ptx::load_shared_floats(shared, f[0], f[1], f[2], f[3]);
+  return {{__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3])}};
 }
 __device__ inline void store_vector(uint16_t* target, const Vector& v, int count) {
   if (count >= kVector && aligned(target)) {
@@ -143,7 +149,7 @@ __device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& a
 template <bool kBFloat16, bool kMasked, bool kTerms, bool kVectors>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_constant__ BwdPreArgs args) {
   ptx::launch_dependents();  // all blocks have a place by the time that counts
-  const RowsPlace at(args.blocks_m, args.heads_q);
+  const RowsPlace at(blockIdx.x, args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
   float* stats = args.stats + blockIdx.x * int64_t(kBwdStats * args.block_m + kBwdFlags);
@@ -234,64 +240,45 @@ __global__ void __launch_bounds__(ptx::kWarpLanes) flashsdpa_bwd_sinks_sm90(cons
   if (threadIdx.x == 0) args.dsinks[head] = float(-sum);
 }
 
-template <bool kBFloat16>
-__device__ inline void store_row(const BwdPostArgs& args, uint16_t* dq, int row, int column, const float (&values)[kVector]) {
-  if (row >= args.seq_q || column >= args.dim) return;
-  Vector v;
-#pragma unroll
-  for (int e = 0; e < kVector; e += 2) v.pair[e / 2] = ptx::pack<kBFloat16>(values[e] * args.scale, values[e + 1] * args.scale);
-  store_vector(dq + row * args.stride[2] + column, v, args.dim - column);
-}
-
-// By keys 16 bytes of the sum are columns c and c + 1 of rows r and r + 8; by columns, rows r and r + 1 of columns c and c + 8.
+// A block of threads for each piece of 64 x 64: a thread loads the registers that one of a warpgroup added, so that a warp reads whole
+// lines, all under way together; and through shared memory it writes whole lines: 8 lanes the 64 columns of a row.
 template <bool kBFloat16, bool kByKeys>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid_constant__ BwdPostArgs args) {
+  extern __shared__ uint8_t memory[];
+  static_assert(kThreads == ptx::kWarpgroupThreads);
+  const uint32_t rounded = ptx::shared_address(memory);
+  const int boxes = (args.dim_class + kBwdPiece - 1) / kBwdPiece, pieces = args.block_m / kBwdPiece * boxes;
+  const uint32_t block = blockIdx.x / uint32_t(pieces);
+  const int piece = int(blockIdx.x % uint32_t(pieces)), thread = int(threadIdx.x);
+  const RowsPlace at(block, args.blocks_m, args.heads_q);
+  const int first_row = at.m * args.block_m + piece / boxes * kBwdPiece, first_column = piece % boxes * kBwdPiece;
+  const float* sum = args.dq_sum + block * (int64_t(args.block_m) * args.dim_class) + piece * kBwdPieceFloats;
   ptx::wait_for_grid_before();
-  const RowsPlace at(args.blocks_m, args.heads_q);
+
+  float values[kBwdPiece / 2];
+#pragma unroll
+  for (int i = 0; i < kBwdPiece / 2; i += 4) {
+    FourFloats four = {};
+    if (!kByKeys || first_column + 2 * i < args.dim_class) {  // of class 96 the second piece has half the columns
+      four = *reinterpret_cast<const FourFloats*>(sum + i * kThreads + 4 * thread);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) values[i + k] = four.value[k];
+  }
+  if constexpr (kByKeys) {
+    stage_rows<kBwdPiece, kBFloat16>(rounded, values, args.scale, 0, thread);
+  } else {
+    stage_columns<kBwdPiece, kBFloat16>(rounded, values, args.scale, thread);
+  }
+  __syncthreads();
   uint16_t* dq = args.dq + at.batch * args.stride[0] + at.head * args.stride[1];
-  const float* sum = args.dq_sum + blockIdx.x * (int64_t(args.block_m) * args.dim_class);
-  const int boxes = (args.dim_class + kBwdPiece - 1) / kBwdPiece;
-  constexpr int kGroup = 4 * ptx::kWarpgroupThreads;  // floats of four registers of all threads
-  constexpr int kItems = kByKeys ? 256 : 128;         // of a piece: two rows of eight columns, or of sixteen
-  constexpr int kLoads = kByKeys ? 4 : 8;             // of 16 bytes, for an item
-  constexpr int kAtOnce = 8 / kLoads;                 // items, on their way together
-  static_assert(kItems % (kAtOnce * kThreads) == 0);
-#pragma unroll 1
-  for (int first = int(threadIdx.x); first < args.block_m / kBwdPiece * boxes * kItems; first += kAtOnce * kThreads) {
-    const int piece = first / kItems;
-    const int row = at.m * args.block_m + piece / boxes * kBwdPiece, column = piece % boxes * kBwdPiece;
-    const float* base = sum + piece * kBwdPieceFloats;
-    FourFloats four[kAtOnce][kLoads];
+  constexpr int kChunks = kBwdPiece / kVector;  // of a row
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int item = first % kItems + u * kThreads;
-      const int group = kByKeys ? item % 8 : item / 16, thread = kByKeys ? item / 8 * 4 : item / 4 % 4 * ptx::kWarpLanes + item % 4;
-      if (kByKeys && column + 8 * group >= args.dim_class) continue;
-      const auto* its = reinterpret_cast<const FourFloats*>(base + group * kGroup) + thread;
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) four[u][k] = its[kByKeys ? k : 4 * k];
-    }
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int item = first % kItems + u * kThreads;
-      const auto store = [&](int r, int c, auto value) {
-        float values[kVector];
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) values[k] = value(k);
-        store_row<kBFloat16>(args, dq, row + r, column + c, values);
-      };
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if constexpr (kByKeys) {
-          if (column + item % 8 * 8 >= args.dim_class) continue;
-          store(item / 64 * 16 + item / 8 % 8 + 8 * e, item % 8 * 8, [&](int k) { return four[u][k / 2].value[2 * e + k % 2]; });
-        } else {
-          const int r = item / 16 * 8 + item % 4 * 2 + e, c = item / 4 % 4 * 16;
-          store(r, c, [&](int k) { return four[u][k].value[e]; });
-          store(r, c + 8, [&](int k) { return four[u][k].value[2 + e]; });
-        }
-      }
-    }
+  for (int i = 0; i < kBwdPiece * kChunks / kThreads; ++i) {
+    const int r = i * (kThreads / kChunks) + thread / kChunks, chunk = thread % kChunks;
+    const int row = first_row + r, column = first_column + chunk * kVector;
+    if (row >= args.seq_q || column >= args.dim) continue;
+    store_vector(dq + row * args.stride[2] + column, load_staged(rounded + swizzled_offset<kBwdPiece>(r, chunk)), args.dim - column);
   }
 }
 
@@ -325,8 +312,10 @@ const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, 
   const bool bfloat16 = dtype == DType::kBFloat16;
   const auto kernel = by_keys ? (bfloat16 ? flashsdpa_bwd_post_sm90<true, true> : flashsdpa_bwd_post_sm90<false, true>)
                               : (bfloat16 ? flashsdpa_bwd_post_sm90<true, false> : flashsdpa_bwd_post_sm90<false, false>);
-  if (behind) return launch_behind(kernel, blocks, kThreads, 0, stream, args);
-  kernel<<<blocks, kThreads, 0, stream>>>(args);
+  constexpr int kBoxBytes = kBwdPiece * kBoxRowBytes;
+  const uint32_t pieces = blocks * static_cast<uint32_t>(args.block_m / kBwdPiece * ((args.dim_class + kBwdPiece - 1) / kBwdPiece));
+  if (behind) return launch_behind(kernel, pieces, kThreads, kBoxBytes, stream, args);
+  kernel<<<pieces, kThreads, kBoxBytes, stream>>>(args);
   return error_text(cudaGetLastError());
 }
 
