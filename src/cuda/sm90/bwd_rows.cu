@@ -30,6 +30,10 @@ struct alignas(16) FourFloats {
   float value[4];
 };
 
+// The kernel between goes from the first heads to the last: what it begins with, and what it has ended with, is then the part of dQ's
+// sum that the L2 cache still holds, and of grad_out.
+__device__ inline uint32_t from_the_last() { return gridDim.x - 1 - blockIdx.x; }
+
 struct RowsPlace {
   int m, head;
   int64_t batch;
@@ -130,7 +134,7 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
 }
 
 // What a block's rows give to the sinks' gradient: a row's sink has a weight as its keys have, and no value.
-__device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& at, const float* stats) {
+__device__ inline void store_sink_sum(const BwdPreArgs& args, uint32_t block, const RowsPlace& at, const float* stats) {
   __syncthreads();  // all stats are there
   if (threadIdx.x >= ptx::kWarpLanes) return;
   const float sink = sink_of(args.terms, at);
@@ -140,7 +144,7 @@ __device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& a
     sum += ptx::exp2_fast(fmaf(ptx::subtract(sink, high), kLog2e, -shift)) * stats[args.block_m + bwd_stat_place(row)];
   }
   for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
-  if (threadIdx.x == 0) args.sink_sums[blockIdx.x] = sum;
+  if (threadIdx.x == 0) args.sink_sums[block] = sum;
 }
 
 }  // namespace
@@ -149,10 +153,11 @@ __device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& a
 template <bool kBFloat16, bool kMasked, bool kTerms, bool kVectors>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_constant__ BwdPreArgs args) {
   ptx::launch_dependents();  // all blocks have a place by the time that counts
-  const RowsPlace at(blockIdx.x, args.blocks_m, args.heads_q);
+  const uint32_t block = from_the_last();
+  const RowsPlace at(block, args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
-  float* stats = args.stats + blockIdx.x * int64_t(kBwdStats * args.block_m + kBwdFlags);
+  float* stats = args.stats + block * int64_t(kBwdStats * args.block_m + kBwdFlags);
 
   // As many lanes for a row as it has vectors, a power of two.
   int lanes = 1;
@@ -217,14 +222,14 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   }
   if (lane == 0) stats[kBwdStats * args.block_m + warp] = coarse ? 1.f : 0.f;
 
-  FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + blockIdx.x * int64_t(args.dq_floats));
+  FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + block * int64_t(args.dq_floats));
   for (int i = int(threadIdx.x); i < args.dq_floats / 4; i += kThreads) dq[i] = FourFloats{};
   if (args.turns && int(threadIdx.x) < args.turns_per_block) {
-    args.turns[blockIdx.x * int64_t(args.turns_per_block) + threadIdx.x] = 0;
+    args.turns[block * int64_t(args.turns_per_block) + threadIdx.x] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = args.tiles_taken;
   if constexpr (kTerms) {
-    if (args.sink_sums) store_sink_sum(args, at, stats);
+    if (args.sink_sums) store_sink_sum(args, block, at, stats);
   }
 }
 
@@ -248,8 +253,8 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid
   static_assert(kThreads == ptx::kWarpgroupThreads);
   const uint32_t rounded = ptx::shared_address(memory);
   const int boxes = (args.dim_class + kBwdPiece - 1) / kBwdPiece, pieces = args.block_m / kBwdPiece * boxes;
-  const uint32_t block = blockIdx.x / uint32_t(pieces);
-  const int piece = int(blockIdx.x % uint32_t(pieces)), thread = int(threadIdx.x);
+  const uint32_t block = from_the_last() / uint32_t(pieces);
+  const int piece = int(from_the_last() % uint32_t(pieces)), thread = int(threadIdx.x);
   const RowsPlace at(block, args.blocks_m, args.heads_q);
   const int first_row = at.m * args.block_m + piece / boxes * kBwdPiece, first_column = piece % boxes * kBwdPiece;
   const float* sum = args.dq_sum + block * (int64_t(args.block_m) * args.dim_class) + piece * kBwdPieceFloats;
