@@ -139,6 +139,8 @@ FAULTS = [
           "  ptx::wait_for_grid_before();\n", "", BACKWARD + "test_many_tiles"),
     Fault("second piece of queries written over the first", "src/cuda/sm90/bwd_rows.cu",
           "at.m * args.block_m + piece / boxes * kBwdPiece", "at.m * args.block_m", BACKWARD + "test_many_tiles"),
+    Fault("next head before a tile has come round", "src/cuda/sm90/bwd_blocks.cuh",
+          "if (m == begin) ++head;", "if (m == first) ++head;", BACKWARD + "test_many_tiles"),
     Fault("first tiles taken twice", "src/cuda/sm90/bwd_launch.cu", "args.turns ? 0 : run_blocks;", "0;", BACKWARD + "test_many_tiles"),
     Fault("dS of the other consumer not waited for", "src/cuda/sm90/bwd_by_keys.cuh",
           "ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());", "", BACKWARD + "test_many_tiles"),

@@ -45,6 +45,7 @@ struct BwdArgs {
   float grad_scale;          // the caller's scale: of dq and dk
   FwdMask mask;              // masked kernels; with values, scale is 1 and sign the scale itself
   ScoreTerms terms;          // kernels with terms; with a cap or slopes, scale and sign are 1, for the terms scale; else the terms do not
+  uint32_t spread;  // a tile begins with the block of queries that is row * spread / 2^32 behind the first of its band
 };
 
 // The kernels before and after: one block of threads for each block of queries.

@@ -132,7 +132,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
     bwd_wait_v(shared, tile_ring);
 
 #pragma unroll 1
-    for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work)) {
+    for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work)) {
       const uint32_t q = shared.q(q_ring.stage()), grad_out = shared.grad_out(grad_out_ring.stage());
       ptx::mbarrier_wait(shared.full_q(q_ring.stage()), q_ring.phase());
       fwd_delay(FwdPoint::kKeyThere);

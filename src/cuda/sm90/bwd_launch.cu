@@ -162,6 +162,8 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.seq_q = seq_q;
   args.seq_k = static_cast<int32_t>(p.seq_k);
   args.blocks_m = blocks_m;
+  const bool all_alike = p.band.open() && !fixed_order(b);
+  args.spread = all_alike ? static_cast<uint32_t>(std::min<int64_t>((scratch.blocks_m << 32) / std::max<int64_t>(p.seq_k, 1), UINT32_MAX)) : 0;
   // A limit beyond the last key for the first query, or before the first key for the last one, may as well be there; the
   // rows that fill the last block up count as queries.
   args.band_lo = static_cast<int32_t>(std::clamp(p.band.lo, -p.seq_q - instance.block_m, p.seq_k));

@@ -33,7 +33,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         ptx::add_release(turn_before, step_before);
       };
 #pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
+      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work), blocks.advance()) {
         if constexpr (Tile::kMasked) {
           give_turn();
           ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
@@ -79,7 +79,7 @@ __device__ inline void bwd_keep_turns(const BwdArgs& args, const BwdShared<Tile>
     if (work.end()) break;
     if (lane == 0 && args.turns) {
 #pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
+      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work), blocks.advance()) {
         if constexpr (Tile::kMasked) {
           ptx::mbarrier_wait(shared.full_q(blocks.stage()), blocks.phase());
           bwd_hear(shared, int(blocks.count % Tile::kVisits), at);
