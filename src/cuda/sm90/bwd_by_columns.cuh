@@ -203,9 +203,10 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
 #pragma unroll
           for (int j = 0; j < kOwn; ++j) issue_sum(dk[j], q + box(j) * Tile::kQueryBoxBytes, shared.scores(1));
           ptx::wgmma_commit();
-          ptx::wgmma_wait<1>();
+          ptx::wgmma_wait<2>();  // dV: where dO has one stage, the next comes under dQ, dK and S
           free_stage(shared.empty_grad_out(grad_out_ring.stage()));
           grad_out_ring.advance();
+          ptx::wgmma_wait<1>();
           if (!Tile::kStaged && args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
         } else {
           ptx::wgmma_wait<0>();
