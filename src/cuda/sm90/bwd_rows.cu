@@ -170,6 +170,14 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   bool coarse = false;
   constexpr int kAtOnce = kVectors ? 4 : 1;  // rows of a lane, on their way together
   const int step = kThreads / lanes;
+  // The sum of dQ is zeroed while rows are on their way, of each turn of the loop a part.
+  FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + block * int64_t(args.dq_floats));
+  const int vectors = args.dq_floats / 4, part = vectors * kAtOnce * step / args.block_m;
+  int zeroed = int(threadIdx.x), end = 0;
+  const auto zero_until = [&](int its_end) {
+#pragma unroll 1
+    for (; zeroed < its_end; zeroed += kThreads) dq[zeroed] = FourFloats{};
+  };
 #pragma unroll 1
   for (int begin = warp * (ptx::kWarpLanes / lanes); begin < args.block_m; begin += kAtOnce * step) {
     const auto place = [&](int u) { return begin + lane / lanes + u * step; };  // in the block
@@ -188,6 +196,8 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
     float lse[kAtOnce];
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) lse[u] = args.lse[rows_before + near_row(u)];
+    end += part;
+    zero_until(min(end, vectors));
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int r = place(u), row = row_of(u);
@@ -222,8 +232,7 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   }
   if (lane == 0) stats[kBwdStats * args.block_m + warp] = coarse ? 1.f : 0.f;
 
-  FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + block * int64_t(args.dq_floats));
-  for (int i = int(threadIdx.x); i < args.dq_floats / 4; i += kThreads) dq[i] = FourFloats{};
+  zero_until(vectors);
   if (args.turns && int(threadIdx.x) < args.turns_per_block) {
     args.turns[block * int64_t(args.turns_per_block) + threadIdx.x] = 0;
   }
