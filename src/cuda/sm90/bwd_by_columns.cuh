@@ -172,6 +172,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
         for (int i = 0; i < kKeys / 2; i += 8) block_terms.template split<kBFloat16>(args, i, s, weights[i / 8], shares[i / 8]);
       }
       meet();  // all are done with the P and dS of the block before
+      if constexpr (Tile::kPieceInScores) ptx::mbarrier_wait(shared.empty_piece(1), 1);  // and its adder with the last piece
 #pragma unroll
       for (int i = 0; i < kKeys / 2; i += 2) {
         if constexpr (Tile::kTerms) {
@@ -214,6 +215,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
           ptx::wgmma_commit();
           ptx::wgmma_wait<2>();  // dV: where dO has one stage, the next comes under dQ, dK and S
           free_stage(shared.empty_grad_out(grad_out_ring.stage()));
+          if constexpr (Tile::kPieceInScores) free_stage(shared.empty_scores(0));
           grad_out_ring.advance();
           ptx::wgmma_wait<1>();
           if (!Tile::kStaged && args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
@@ -222,7 +224,8 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
         }
         ptx::wgmma_settle(dq);
         if constexpr (Tile::kStaged) {
-          ptx::mbarrier_wait(shared.empty_piece(consumer), q_ring.count % 2 ^ 1);
+          ptx::mbarrier_wait(shared.empty_piece(consumer), (q_ring.count * kOwn + i) % 2 ^ 1);
+          if (Tile::kPieceInScores && consumer == 1 && i == 0) ptx::mbarrier_wait(shared.empty_scores(0), q_ring.count % 2);
           fwd_delay(FwdPoint::kStore);
           stage_piece(shared.piece(consumer), dq, thread);
           ptx::fence_proxy_shared();
