@@ -13,7 +13,9 @@
 namespace flashsdpa {
 namespace {
 
-constexpr int64_t kCacheForQueries = 24 * 1024 * 1024;  // Q, dO and the sum of dQ of the heads in flight
+// Q, dO and the sum of dQ of the heads that tiles are dealt out to at a time: that many again are in flight behind them. In a fixed order
+// more heads are better, as tiles of one wait for each other.
+constexpr int64_t kCacheForQueries = 8 * 1024 * 1024, kCacheInFixedOrder = 24 * 1024 * 1024;
 
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
@@ -85,7 +87,7 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   // Equal tiles: a head's together. But in a fixed order of additions they would wait for each other, those of many heads do not.
   const bool together = equal && !fixed_order(b);
   order.section = static_cast<uint32_t>(
-      together ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
+      together ? 1 : std::min(heads, std::max<int64_t>(1, (fixed_order(b) ? kCacheInFixedOrder : kCacheForQueries) / bytes_per_head)));
   order.tiles = order.blocks_m * order.heads;
   return order;
 }
