@@ -19,14 +19,14 @@
 inline emulation::Index threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
 
 struct dim3 : emulation::Index {
-  dim3(uint32_t x, uint32_t y = 1, uint32_t z = 1) : Index{x, y, z} {}
+  dim3(uint32_t x = 1, uint32_t y = 1, uint32_t z = 1) : Index{x, y, z} {}
 };
 
 // What kernel<<<grid, block, shared_bytes, stream>>>(arguments) becomes: launch(kernel, ...)(arguments).
 template <typename... Parameters>
 auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, const void* = nullptr) {
   return [=](const auto&... arguments) {
-    emulation::run_grid(grid, block, static_cast<uint32_t>(shared_bytes), [&] { kernel(arguments...); });
+    emulation::run_grid(grid, block, static_cast<uint32_t>(shared_bytes), [=] { kernel(arguments...); }, /*behind=*/false);
   };
 }
 

@@ -58,8 +58,8 @@ struct Machine {
   uint64_t round = 0;
   std::vector<Pending> pending;
   std::vector<std::unique_ptr<Block>> blocks;  // that run
+  std::vector<std::shared_ptr<Grid>> grids;     // that have not ended, in the order of their launch
   std::vector<std::unique_ptr<Fiber>> idle;
-  const std::function<void()>* kernel = nullptr;
   Thread* running = nullptr;
   void* scheduler = nullptr;  // the top of its stack while a fiber runs
   std::string failure;
@@ -69,7 +69,7 @@ Machine machine;
 void leave_fiber() { switch_stack(&static_cast<Fiber*>(machine.running->fiber)->top, machine.scheduler); }
 
 void fiber_main() {
-  (*machine.kernel)();
+  machine.running->block->grid->kernel();
   machine.running->done = true;
   leave_fiber();
 }
@@ -82,14 +82,20 @@ void run(Thread& thread) {
   machine.running = &thread;
   threadIdx = {static_cast<uint32_t>(thread.index), 0, 0};
   blockIdx = thread.block->index;
+  gridDim = thread.block->grid->size;
+  blockDim = thread.block->grid->block;
   thread.ready = nullptr;
   switch_stack(&machine.scheduler, static_cast<Fiber*>(thread.fiber)->top);
   machine.running = nullptr;
 }
 
-std::unique_ptr<Block> start_block(Index index, uint32_t threads, uint32_t shared_bytes) {
+std::unique_ptr<Block> start_block(const std::shared_ptr<Grid>& grid, uint32_t number) {
+  const Index size = grid->size;
+  const uint32_t threads = grid->block.x, shared_bytes = grid->shared_bytes;
   auto block = std::make_unique<Block>();
-  block->index = index;
+  block->grid = grid;
+  ++grid->running;
+  block->index = {number % size.x, number / size.x % size.y, number / size.x / size.y};
   block->shared.assign(shared_bytes, 0xff);  // NaN in every 16-bit and 32-bit float
   block->unfenced.assign((kSharedBase + shared_bytes) / 16 + 1, 0);
   block->threads.resize(threads);
@@ -117,6 +123,8 @@ std::unique_ptr<Block> start_block(Index index, uint32_t threads, uint32_t share
 }
 
 void end_block(Block& block) {
+  --block.grid->running;
+  if (!block.triggered) --block.grid->silent;
   for (Thread& thread : block.threads) machine.idle.emplace_back(static_cast<Fiber*>(thread.fiber));
 }
 
@@ -311,40 +319,38 @@ void mbarrier_arrived(Block& block, uint32_t address, uint32_t arrivals, int64_t
   }
 }
 
-void run_grid(Index grid, Index block, uint32_t shared_bytes, const std::function<void()>& kernel) {
-  if (shared_bytes > kSharedLimit || block.x == 0 || block.x > 1024 || grid.x == 0) {
-    machine.failure = "invalid launch configuration";
-    return;
-  }
-  gridDim = grid;
-  blockDim = block;
-  machine.kernel = &kernel;
-  machine.failure.clear();
-  const uint32_t blocks = grid.x * grid.y * grid.z;
-  std::vector<uint32_t> waiting;
-  for (uint32_t b = blocks; b > 0; --b) waiting.push_back(b - 1);
-  std::vector<std::pair<Block*, size_t>> warps;
-  while (machine.failure.empty()) {
-    const auto done = [](const std::unique_ptr<Block>& b) {
-      if (!finished(*b)) return false;
-      end_block(*b);
-      return true;
-    };
-    const size_t before = machine.blocks.size();
-    // Not while something asynchronous of theirs is still to happen.
-    if (machine.pending.empty()) std::erase_if(machine.blocks, done);
-    bool changed = machine.blocks.size() != before;
-    while (machine.blocks.size() < machine.processors && !waiting.empty()) {
+namespace {
+
+// Starts blocks, at most as many of each grid as there are processors, and ends those that are done. Whether any did.
+bool change_blocks() {
+  const auto done = [](const std::unique_ptr<Block>& b) {
+    if (!finished(*b)) return false;
+    end_block(*b);
+    return true;
+  };
+  const size_t before = machine.blocks.size();
+  // Not while something asynchronous of theirs is still to happen.
+  if (machine.pending.empty()) std::erase_if(machine.blocks, done);
+  bool changed = machine.blocks.size() != before;
+  for (const auto& grid : machine.grids) {
+    while (grid->running < machine.processors && !grid->waiting.empty()) {
       // Blocks start nearly in order, as on the hardware, which promises none.
-      const size_t choice = waiting.size() - 1 - random_number() % std::min<size_t>(3, waiting.size());
-      const uint32_t b = waiting[choice];
-      const Index index{b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-      machine.blocks.push_back(start_block(index, block.x, shared_bytes));
-      waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(choice));
+      const size_t choice = grid->waiting.size() - 1 - random_number() % std::min<size_t>(3, grid->waiting.size());
+      machine.blocks.push_back(start_block(grid, grid->waiting[choice]));
+      grid->waiting.erase(grid->waiting.begin() + static_cast<std::ptrdiff_t>(choice));
       changed = true;
     }
-    if (machine.blocks.empty()) break;
-    if (changed) {
+  }
+  return changed;
+}
+
+template <typename Enough>
+void run_until(Enough enough) {
+  std::vector<std::pair<Block*, size_t>> warps;
+  while (machine.failure.empty()) {
+    const bool changed = change_blocks();
+    if (enough()) break;
+    if (changed || warps.empty()) {
       warps.clear();
       for (const auto& b : machine.blocks) {
         for (size_t w = 0; w < b->warps.size(); ++w) warps.emplace_back(b.get(), w);
@@ -355,8 +361,45 @@ void run_grid(Index grid, Index block, uint32_t shared_bytes, const std::functio
     } catch (const std::runtime_error&) {
     }
   }
-  machine.blocks.clear();  // after a failure the stacks of its fibers are lost
+  std::erase_if(machine.grids, [](const auto& grid) { return grid->ended(); });
+  if (machine.failure.empty()) return;
+  machine.blocks.clear();  // the stacks of its fibers are lost
   machine.pending.clear();
+  machine.grids.clear();
+}
+
+void run_all() {
+  run_until([] { return machine.blocks.empty(); });
+}
+
+}  // namespace
+
+void run_grid(Index size, Index block, uint32_t shared_bytes, std::function<void()> kernel, bool behind) {
+  machine.failure.clear();
+  if (shared_bytes > kSharedLimit || block.x == 0 || block.x > 1024 || size.x == 0) {
+    machine.failure = "invalid launch configuration";
+    return;
+  }
+  if (!behind) run_all();
+  if (!machine.failure.empty()) return;
+  const uint32_t blocks = size.x * size.y * size.z;
+  const auto grid = std::make_shared<Grid>(Grid{.size = size, .block = block, .shared_bytes = shared_bytes, .kernel = std::move(kernel)});
+  for (uint32_t b = blocks; b > 0; --b) grid->waiting.push_back(b - 1);
+  grid->silent = blocks;
+  if (!machine.grids.empty()) grid->before = machine.grids.back();
+  machine.grids.push_back(grid);
+  run_until([&] { return grid->silent == 0; });
+}
+
+void launch_dependents() {
+  Block& block = *current().block;
+  if (!block.triggered) --block.grid->silent;
+  block.triggered = true;
+}
+
+void wait_for_grid_before() {
+  const Grid* before = current().block->grid->before.get();
+  wait_until([&] { return !before || before->ended(); }, "the grid before");
 }
 
 thread_local bool has_context = false;
@@ -397,11 +440,16 @@ cudaError_t cudaFree(void* data) {
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  emulation::run_all();
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() { return cudaGetLastError(); }
+cudaError_t cudaDeviceSynchronize() {
+  emulation::run_all();
+  return cudaGetLastError();
+}
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  emulation::run_all();
   std::memset(data, value, bytes);
   return cudaSuccess;
 }

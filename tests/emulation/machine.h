@@ -55,6 +55,17 @@ struct Warp {
 struct TensorCores;  // of one warpgroup
 struct Block;
 
+// A launch. One `behind` another starts once all blocks of that have said so (triggered) or have ended.
+struct Grid {
+  Index size, block;
+  uint32_t shared_bytes;
+  std::function<void()> kernel;
+  std::shared_ptr<Grid> before;   // null: nothing to wait for
+  std::vector<uint32_t> waiting;  // numbers of blocks that have not started
+  uint32_t running = 0, silent = 0;  // blocks; those that have neither triggered nor ended
+  bool ended() const { return waiting.empty() && running == 0; }
+};
+
 struct Thread {
   Block* block = nullptr;
   int index = 0;
@@ -75,6 +86,8 @@ struct Thread {
 };
 
 struct Block {
+  std::shared_ptr<Grid> grid;
+  bool triggered = false;
   Index index;
   std::vector<uint8_t> shared;
   std::vector<uint16_t> unfenced;  // ordinary writes of each 16-byte chunk that no proxy fence has covered
@@ -118,6 +131,9 @@ void mbarrier_arrived(Block& block, uint32_t address, uint32_t arrivals, int64_t
 // A CUDA context is current in this thread of the operating system; the driver's calls ask for one.
 extern thread_local bool has_context;
 
-void run_grid(Index grid, Index block, uint32_t shared_bytes, const std::function<void()>& kernel);
+// Runs a grid until it has ended or the next one may start beside it; one that is not `behind` starts when all have ended.
+void run_grid(Index size, Index block, uint32_t shared_bytes, std::function<void()> kernel, bool behind);
+void launch_dependents();
+void wait_for_grid_before();
 
 }  // namespace emulation

@@ -33,7 +33,7 @@ struct BwdArgs {
   const float* stats;    // (batch, heads_q, blocks_m, kBwdStats * kBlockM + kBwdFlags)
   float* dq;             // (batch, heads_q, blocks_m, kBlockM * kDim), see above; zero at the start
   uint32_t* turns;       // (batch, heads_q, blocks_m, adders), 0 at the start: whose turn it is to add to dq (bwd_turn); null: any
-  uint32_t* counter;     // tiles taken, 0 at the start
+  uint32_t* counter;     // tiles taken; at the start, unless there are turns, one for each block, which begins with the tile of its number
   FwdOrder order;        // of key blocks and heads of k
   int32_t heads_q, heads_kv, group;  // group: query heads that share a head of k and v
   int32_t seq_q, seq_k, blocks_m;
@@ -45,6 +45,7 @@ struct BwdArgs {
   float grad_scale;          // the caller's scale: of dq and dk
   FwdMask mask;              // masked kernels; with values, scale is 1 and sign the scale itself
   ScoreTerms terms;          // kernels with terms; with a cap or slopes, scale and sign are 1, for the terms scale; else the terms do not
+  uint32_t spread;  // a tile begins with the block of queries that is row * spread / 2^32 behind the first of its band
 };
 
 // The kernels before and after: one block of threads for each block of queries.
@@ -65,6 +66,7 @@ struct BwdPreArgs {
   float* dq;
   uint32_t* turns;
   uint32_t* counter;
+  uint32_t tiles_taken;  // what the counter starts with
   int32_t turns_per_block, dq_floats;  // of one block of queries
   int32_t heads_q, seq_q, blocks_m, block_m, dim_v;
   FwdMask mask;  // masked kernels, for rows with a `high`

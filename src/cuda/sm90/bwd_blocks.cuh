@@ -1,5 +1,5 @@
-// Which blocks of queries a tile of keys visits, first head and first queries first, and what the roles tell each other of
-// them: all of its band, or those that the mask plan leaves of it. With a mask only the loader walks the plan.
+// Which blocks of queries a tile of keys visits, first head first, and what the roles tell each other of them: all of its band, or
+// those that the mask plan leaves of it. With a mask only the loader walks the plan.
 #pragma once
 
 #include <type_traits>
@@ -9,16 +9,24 @@
 
 namespace flashsdpa {
 
-// Without a mask: heads of the group, in each the blocks of the band. Every role counts them for itself.
+// Without a mask: heads of the group, in each the blocks of the band. Every role counts them for itself. Tiles that all see the same
+// blocks begin at different ones (BwdArgs::spread) and come round, as they would all add to the same block of dQ at a time.
 struct BwdVisit {
-  int head, m, first, last, left;
+  int head, m, first, last, begin, left;
   BwdVisit() = default;
-  __device__ BwdVisit(const FwdWork& work, int group)
-      : head(work.head * group), m(work.first), first(work.first), last(work.last), left((work.last - work.first) * group) {}
-  __device__ void start(const BwdArgs& args, const FwdWork& work) { *this = BwdVisit(work, args.group); }
+  __device__ BwdVisit(const BwdArgs& args, const FwdWork& work)
+      : head(work.head * args.group),
+        first(work.first),
+        last(work.last),
+        begin(first + int(uint64_t(work.row) * args.spread >> 32)),
+        left((last - first) * args.group) {
+    m = begin;
+  }
+  __device__ void start(const BwdArgs& args, const FwdWork& work) { *this = BwdVisit(args, work); }
   __device__ void advance(const BwdArgs&, const FwdWork&) {
     --left;
-    if (++m == last) m = first, ++head;
+    if (++m == last) m = first;
+    if (m == begin) ++head;
   }
 };
 
@@ -152,7 +160,7 @@ struct BwdWord {
 struct BwdFollow {
   int head = 0, m = 0, left;
   bool final = false;
-  __device__ BwdFollow(const FwdWork& work, int) : left(!work.empty()) {}
+  __device__ BwdFollow(const BwdArgs&, const FwdWork& work) : left(!work.empty()) {}
   __device__ void hear(const BwdWord<true>& told, int its_head) {
     head = its_head;
     m = told.m();

@@ -3,6 +3,7 @@
 
 #include "bwd_instances.h"
 #include "bwd_kernel.cuh"
+#include "launch_behind.h"
 #include "shared_memory.h"
 
 namespace flashsdpa {
@@ -13,8 +14,7 @@ const char* bwd_launch_instance(const BwdArgs& args, uint32_t blocks, int device
   const auto kernel = flashsdpa_bwd_sm90<kType, kDim, kDimV, kMasked, kTerms>;
   static SharedMemoryGrant grant;
   if (const char* error = grant.ask(kernel, Tile::kSharedBytes, device)) return error;
-  kernel<<<blocks, Tile::kThreads, Tile::kSharedBytes, stream>>>(args);
-  return error_text(cudaGetLastError());
+  return launch_behind(kernel, blocks, Tile::kThreads, Tile::kSharedBytes, stream, args);
 }
 
 template <int kDim, int kDimV, bool kMasked = false, bool kTerms = false>

@@ -27,8 +27,9 @@ extern const BwdInstance kBwdMaskedD64, kBwdMaskedD128, kBwdMaskedD256;
 extern const BwdInstance kBwdTermsD64, kBwdTermsD128, kBwdTermsD256;  // with terms, with a mask or without
 
 // flashsdpa_bwd_pre_sm90 and flashsdpa_bwd_post_sm90, over `blocks` blocks of queries. `terms`: a call has any (score_terms.h).
+// `behind`: what is before in the stream is a kernel (launch_behind.h).
 const char* bwd_launch_pre(const BwdPreArgs& args, DType dtype, bool terms, uint32_t blocks, cudaStream_t stream);
-const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, uint32_t blocks, cudaStream_t stream);
+const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, bool behind, uint32_t blocks, cudaStream_t stream);
 // flashsdpa_bwd_sinks_sm90, behind flashsdpa_bwd_pre_sm90.
 const char* bwd_launch_sinks(const BwdSinksArgs& args, cudaStream_t stream);
 

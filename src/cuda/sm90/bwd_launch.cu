@@ -13,7 +13,9 @@
 namespace flashsdpa {
 namespace {
 
-constexpr int64_t kCacheForQueries = 24 * 1024 * 1024;  // Q, dO and the sum of dQ of the heads in flight
+// Q, dO and the sum of dQ of the heads that tiles are dealt out to at a time: that many again are in flight behind them. In a fixed order
+// more heads are better, as tiles of one wait for each other.
+constexpr int64_t kCacheForQueries = 8 * 1024 * 1024, kCacheInFixedOrder = 24 * 1024 * 1024;
 
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
@@ -85,7 +87,7 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   // Equal tiles: a head's together. But in a fixed order of additions they would wait for each other, those of many heads do not.
   const bool together = equal && !fixed_order(b);
   order.section = static_cast<uint32_t>(
-      together ? 1 : std::min(heads, std::max<int64_t>(1, kCacheForQueries / bytes_per_head)));
+      together ? 1 : std::min(heads, std::max<int64_t>(1, (fixed_order(b) ? kCacheInFixedOrder : kCacheForQueries) / bytes_per_head)));
   order.tiles = order.blocks_m * order.heads;
   return order;
 }
@@ -138,6 +140,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
     return "this kernel takes up to 2^31 tiles; split the batch";
   const auto at = [&](int64_t offset) { return static_cast<uint8_t*>(b.scratch) + offset; };
   const auto blocks = static_cast<uint32_t>(scratch.blocks);
+  const auto run_blocks = std::min(order.tiles, static_cast<uint32_t>(device.processors));
   const auto heads_q = static_cast<int32_t>(p.heads_q), seq_q = static_cast<int32_t>(p.seq_q);
   const auto blocks_m = static_cast<int32_t>(scratch.blocks_m);
 
@@ -161,6 +164,8 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.seq_q = seq_q;
   args.seq_k = static_cast<int32_t>(p.seq_k);
   args.blocks_m = blocks_m;
+  const bool all_alike = p.band.open() && !fixed_order(b);
+  args.spread = all_alike ? static_cast<uint32_t>(std::min<int64_t>((scratch.blocks_m << 32) / std::max<int64_t>(p.seq_k, 1), UINT32_MAX)) : 0;
   // A limit beyond the last key for the first query, or before the first key for the last one, may as well be there; the
   // rows that fill the last block up count as queries.
   args.band_lo = static_cast<int32_t>(std::clamp(p.band.lo, -p.seq_q - instance.block_m, p.seq_k));
@@ -202,6 +207,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   pre.dq = args.dq;
   pre.turns = args.turns;
   pre.counter = args.counter;
+  pre.tiles_taken = args.turns ? 0 : run_blocks;
   pre.turns_per_block = instance.adders;
   pre.dq_floats = wants_inputs(b) ? instance.block_m * instance.dim : 0;
   pre.heads_q = heads_q;
@@ -226,7 +232,6 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   if (!wants_inputs(b)) return nullptr;
 
   const auto run = p.dtype == DType::kBFloat16 ? instance.launch_bfloat16 : instance.launch_float16;
-  const auto run_blocks = std::min(order.tiles, static_cast<uint32_t>(device.processors));
   if (run_blocks > 0 && (error = run(args, run_blocks, device.number, stream))) return error;
 
   BwdPostArgs post{};
@@ -240,7 +245,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   post.dim = static_cast<int32_t>(p.dim);
   post.dim_class = instance.dim;
   post.scale = args.grad_scale;
-  return bwd_launch_post(post, p.dtype, instance.by_keys, blocks, stream);
+  return bwd_launch_post(post, p.dtype, instance.by_keys, run_blocks > 0, blocks, stream);
 }
 
 }  // namespace flashsdpa

@@ -1,6 +1,7 @@
 // The warps of the producer warpgroup that load tiles of the backward kernel.
 #pragma once
 
+#include "../../ptx/grid.cuh"
 #include "bwd_blocks.cuh"
 #include "fwd_load.cuh"
 
@@ -13,11 +14,19 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
   std::conditional_t<Tile::kMasked, BwdPlanWalk<Tile>, BwdVisit> at;
-  uint32_t next = 0;
+  // The kernel before may still run. It writes stats, the copy of grad_out and the counter; q, k and v of the first tile are
+  // asked for meanwhile.
+  bool waited = false;
+  const auto wait_for_pre = [&] {
+    if (!waited) ptx::wait_for_grid_before();
+    waited = true;
+  };
+  uint32_t next = blockIdx.x;
   const auto claim = [&] {
+    wait_for_pre();
     if (loader == 0) next = atomicAdd(args.counter, 1u);
   };
-  claim();
+  if (args.turns) claim();  // in a fixed order tiles are taken in the order of blocks' start, which need not be that of their numbers
   while (true) {
     FwdWork work;
     if (kAlone || loader == 0) {
@@ -64,6 +73,7 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
       }
       load_rows<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
           slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, Tile::kStatsBytes);
+      wait_for_pre();
       if (kAlone || loader == 0) {
         const float* stats = args.stats + bwd_block(args, work, at) * Tile::kStatsFloats;
         ptx::bulk_load(shared.stats(stage), stats, Tile::kStatsBytes, shared.full_q(stage));
@@ -99,6 +109,7 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
     }
     claim();
   }
+  ptx::launch_dependents();  // not before: blocks of the kernel behind would only hold places of other streams' kernels
 }
 
 }  // namespace flashsdpa

@@ -1,16 +1,19 @@
 // The kernels before and after the backward kernel, which go through rows of queries at the speed of memory.
 //
-//   flashsdpa_bwd_pre_sm90    stats of each row (BwdArgs::stats), dQ's sum zeroed, turns and counter zeroed; a copy of
+//   flashsdpa_bwd_pre_sm90    stats of each row (BwdArgs::stats), dQ's sum zeroed, turns zeroed, the counter set; a copy of
 //                             grad_out where TMA cannot read it; with terms, what each block gives to the sinks' gradient
 //   flashsdpa_bwd_post_sm90   dQ's sum, scaled and rounded, as the caller laid out dq
 //
-// One block of threads for each block of queries of a head.
+// One block of threads for each block of queries of a head; the last kernel has one for each piece of it.
 #include <type_traits>
 
 #include "../../ptx/arithmetic.cuh"
+#include "../../ptx/grid.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "../common/status.h"
 #include "bwd_instances.h"
+#include "bwd_store.cuh"
+#include "launch_behind.h"
 #include "score_terms.cuh"
 
 namespace flashsdpa {
@@ -27,13 +30,17 @@ struct alignas(16) FourFloats {
   float value[4];
 };
 
+// The kernel between goes from the first heads to the last: what it begins with, and what it has ended with, is then the part of dQ's
+// sum that the L2 cache still holds, and of grad_out.
+__device__ inline uint32_t from_the_last() { return gridDim.x - 1 - blockIdx.x; }
+
 struct RowsPlace {
   int m, head;
   int64_t batch;
-  __device__ RowsPlace(int blocks_m, int heads)
-      : m(int(blockIdx.x % uint32_t(blocks_m))),
-        head(int(blockIdx.x / uint32_t(blocks_m) % uint32_t(heads))),
-        batch(blockIdx.x / uint32_t(blocks_m) / uint32_t(heads)) {}
+  __device__ RowsPlace(uint32_t block, int blocks_m, int heads)
+      : m(int(block % uint32_t(blocks_m))),
+        head(int(block / uint32_t(blocks_m) % uint32_t(heads))),
+        batch(block / uint32_t(blocks_m) / uint32_t(heads)) {}
 };
 
 __host__ __device__ inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector) == 0; }
@@ -47,6 +54,11 @@ __device__ inline Vector load_elements(const uint16_t* source, int64_t step, int
     if (e < count) v.pair[e / 2] |= uint32_t(source[e * step]) << e % 2 * 16;
   }
   return v;
+}
+__device__ inline Vector load_staged(uint32_t shared) {
+  float f[4];
+  ptx::load_shared_floats(shared, f[0], f[1], f[2], f[3]);
+  return {{__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3])}};
 }
 __device__ inline void store_vector(uint16_t* target, const Vector& v, int count) {
   if (count >= kVector && aligned(target)) {
@@ -122,7 +134,7 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
 }
 
 // What a block's rows give to the sinks' gradient: a row's sink has a weight as its keys have, and no value.
-__device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& at, const float* stats) {
+__device__ inline void store_sink_sum(const BwdPreArgs& args, uint32_t block, const RowsPlace& at, const float* stats) {
   __syncthreads();  // all stats are there
   if (threadIdx.x >= ptx::kWarpLanes) return;
   const float sink = sink_of(args.terms, at);
@@ -132,7 +144,7 @@ __device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& a
     sum += ptx::exp2_fast(fmaf(ptx::subtract(sink, high), kLog2e, -shift)) * stats[args.block_m + bwd_stat_place(row)];
   }
   for (int bit = 1; bit < ptx::kWarpLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
-  if (threadIdx.x == 0) args.sink_sums[blockIdx.x] = sum;
+  if (threadIdx.x == 0) args.sink_sums[block] = sum;
 }
 
 }  // namespace
@@ -140,10 +152,12 @@ __device__ inline void store_sink_sum(const BwdPreArgs& args, const RowsPlace& a
 // kVectors: rows of out and grad_out are whole vectors.
 template <bool kBFloat16, bool kMasked, bool kTerms, bool kVectors>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_constant__ BwdPreArgs args) {
-  const RowsPlace at(args.blocks_m, args.heads_q);
+  ptx::launch_dependents();  // all blocks have a place by the time that counts
+  const uint32_t block = from_the_last();
+  const RowsPlace at(block, args.blocks_m, args.heads_q);
   const int64_t rows_before = (at.batch * args.heads_q + at.head) * args.seq_q;
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
-  float* stats = args.stats + blockIdx.x * int64_t(kBwdStats * args.block_m + kBwdFlags);
+  float* stats = args.stats + block * int64_t(kBwdStats * args.block_m + kBwdFlags);
 
   // As many lanes for a row as it has vectors, a power of two.
   int lanes = 1;
@@ -156,6 +170,14 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   bool coarse = false;
   constexpr int kAtOnce = kVectors ? 4 : 1;  // rows of a lane, on their way together
   const int step = kThreads / lanes;
+  // The sum of dQ is zeroed while rows are on their way, of each turn of the loop a part.
+  FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + block * int64_t(args.dq_floats));
+  const int vectors = args.dq_floats / 4, part = vectors * kAtOnce * step / args.block_m;
+  int zeroed = int(threadIdx.x), end = 0;
+  const auto zero_until = [&](int its_end) {
+#pragma unroll 1
+    for (; zeroed < its_end; zeroed += kThreads) dq[zeroed] = FourFloats{};
+  };
 #pragma unroll 1
   for (int begin = warp * (ptx::kWarpLanes / lanes); begin < args.block_m; begin += kAtOnce * step) {
     const auto place = [&](int u) { return begin + lane / lanes + u * step; };  // in the block
@@ -174,6 +196,8 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
     float lse[kAtOnce];
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) lse[u] = args.lse[rows_before + near_row(u)];
+    end += part;
+    zero_until(min(end, vectors));
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int r = place(u), row = row_of(u);
@@ -208,14 +232,13 @@ __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_pre_sm90(const __grid_
   }
   if (lane == 0) stats[kBwdStats * args.block_m + warp] = coarse ? 1.f : 0.f;
 
-  FourFloats* dq = reinterpret_cast<FourFloats*>(args.dq + blockIdx.x * int64_t(args.dq_floats));
-  for (int i = int(threadIdx.x); i < args.dq_floats / 4; i += kThreads) dq[i] = FourFloats{};
+  zero_until(vectors);
   if (args.turns && int(threadIdx.x) < args.turns_per_block) {
-    args.turns[blockIdx.x * int64_t(args.turns_per_block) + threadIdx.x] = 0;
+    args.turns[block * int64_t(args.turns_per_block) + threadIdx.x] = 0;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = args.tiles_taken;
   if constexpr (kTerms) {
-    if (args.sink_sums) store_sink_sum(args, at, stats);
+    if (args.sink_sums) store_sink_sum(args, block, at, stats);
   }
 }
 
@@ -231,63 +254,45 @@ __global__ void __launch_bounds__(ptx::kWarpLanes) flashsdpa_bwd_sinks_sm90(cons
   if (threadIdx.x == 0) args.dsinks[head] = float(-sum);
 }
 
-template <bool kBFloat16>
-__device__ inline void store_row(const BwdPostArgs& args, uint16_t* dq, int row, int column, const float (&values)[kVector]) {
-  if (row >= args.seq_q || column >= args.dim) return;
-  Vector v;
-#pragma unroll
-  for (int e = 0; e < kVector; e += 2) v.pair[e / 2] = ptx::pack<kBFloat16>(values[e] * args.scale, values[e + 1] * args.scale);
-  store_vector(dq + row * args.stride[2] + column, v, args.dim - column);
-}
-
-// By keys 16 bytes of the sum are columns c and c + 1 of rows r and r + 8; by columns, rows r and r + 1 of columns c and c + 8.
+// A block of threads for each piece of 64 x 64: a thread loads the registers that one of a warpgroup added, so that a warp reads whole
+// lines, all under way together; and through shared memory it writes whole lines: 8 lanes the 64 columns of a row.
 template <bool kBFloat16, bool kByKeys>
 __global__ void __launch_bounds__(kThreads) flashsdpa_bwd_post_sm90(const __grid_constant__ BwdPostArgs args) {
-  const RowsPlace at(args.blocks_m, args.heads_q);
+  extern __shared__ uint8_t memory[];
+  static_assert(kThreads == ptx::kWarpgroupThreads);
+  const uint32_t rounded = ptx::shared_address(memory);
+  const int boxes = (args.dim_class + kBwdPiece - 1) / kBwdPiece, pieces = args.block_m / kBwdPiece * boxes;
+  const uint32_t block = from_the_last() / uint32_t(pieces);
+  const int piece = int(from_the_last() % uint32_t(pieces)), thread = int(threadIdx.x);
+  const RowsPlace at(block, args.blocks_m, args.heads_q);
+  const int first_row = at.m * args.block_m + piece / boxes * kBwdPiece, first_column = piece % boxes * kBwdPiece;
+  const float* sum = args.dq_sum + block * (int64_t(args.block_m) * args.dim_class) + piece * kBwdPieceFloats;
+  ptx::wait_for_grid_before();
+
+  float values[kBwdPiece / 2];
+#pragma unroll
+  for (int i = 0; i < kBwdPiece / 2; i += 4) {
+    FourFloats four = {};
+    if (!kByKeys || first_column + 2 * i < args.dim_class) {  // of class 96 the second piece has half the columns
+      four = *reinterpret_cast<const FourFloats*>(sum + i * kThreads + 4 * thread);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) values[i + k] = four.value[k];
+  }
+  if constexpr (kByKeys) {
+    stage_rows<kBwdPiece, kBFloat16>(rounded, values, args.scale, 0, thread);
+  } else {
+    stage_columns<kBwdPiece, kBFloat16>(rounded, values, args.scale, thread);
+  }
+  __syncthreads();
   uint16_t* dq = args.dq + at.batch * args.stride[0] + at.head * args.stride[1];
-  const float* sum = args.dq_sum + blockIdx.x * (int64_t(args.block_m) * args.dim_class);
-  const int boxes = (args.dim_class + kBwdPiece - 1) / kBwdPiece;
-  constexpr int kGroup = 4 * ptx::kWarpgroupThreads;  // floats of four registers of all threads
-  constexpr int kItems = kByKeys ? 256 : 128;         // of a piece: two rows of eight columns, or of sixteen
-  constexpr int kLoads = kByKeys ? 4 : 8;             // of 16 bytes, for an item
-  constexpr int kAtOnce = 8 / kLoads;                 // items, on their way together
-  static_assert(kItems % (kAtOnce * kThreads) == 0);
-#pragma unroll 1
-  for (int first = int(threadIdx.x); first < args.block_m / kBwdPiece * boxes * kItems; first += kAtOnce * kThreads) {
-    const int piece = first / kItems;
-    const int row = at.m * args.block_m + piece / boxes * kBwdPiece, column = piece % boxes * kBwdPiece;
-    const float* base = sum + piece * kBwdPieceFloats;
-    FourFloats four[kAtOnce][kLoads];
+  constexpr int kChunks = kBwdPiece / kVector;  // of a row
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int item = first % kItems + u * kThreads;
-      const int group = kByKeys ? item % 8 : item / 16, thread = kByKeys ? item / 8 * 4 : item / 4 % 4 * ptx::kWarpLanes + item % 4;
-      if (kByKeys && column + 8 * group >= args.dim_class) continue;
-      const auto* its = reinterpret_cast<const FourFloats*>(base + group * kGroup) + thread;
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) four[u][k] = its[kByKeys ? k : 4 * k];
-    }
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int item = first % kItems + u * kThreads;
-      const auto store = [&](int r, int c, auto value) {
-        float values[kVector];
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) values[k] = value(k);
-        store_row<kBFloat16>(args, dq, row + r, column + c, values);
-      };
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if constexpr (kByKeys) {
-          if (column + item % 8 * 8 >= args.dim_class) continue;
-          store(item / 64 * 16 + item / 8 % 8 + 8 * e, item % 8 * 8, [&](int k) { return four[u][k / 2].value[2 * e + k % 2]; });
-        } else {
-          const int r = item / 16 * 8 + item % 4 * 2 + e, c = item / 4 % 4 * 16;
-          store(r, c, [&](int k) { return four[u][k].value[e]; });
-          store(r, c + 8, [&](int k) { return four[u][k].value[2 + e]; });
-        }
-      }
-    }
+  for (int i = 0; i < kBwdPiece * kChunks / kThreads; ++i) {
+    const int r = i * (kThreads / kChunks) + thread / kChunks, chunk = thread % kChunks;
+    const int row = first_row + r, column = first_column + chunk * kVector;
+    if (row >= args.seq_q || column >= args.dim) continue;
+    store_vector(dq + row * args.stride[2] + column, load_staged(rounded + swizzled_offset<kBwdPiece>(r, chunk)), args.dim - column);
   }
 }
 
@@ -317,11 +322,14 @@ const char* bwd_launch_sinks(const BwdSinksArgs& args, cudaStream_t stream) {
   return error_text(cudaGetLastError());
 }
 
-const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, uint32_t blocks, cudaStream_t stream) {
+const char* bwd_launch_post(const BwdPostArgs& args, DType dtype, bool by_keys, bool behind, uint32_t blocks, cudaStream_t stream) {
   const bool bfloat16 = dtype == DType::kBFloat16;
   const auto kernel = by_keys ? (bfloat16 ? flashsdpa_bwd_post_sm90<true, true> : flashsdpa_bwd_post_sm90<false, true>)
                               : (bfloat16 ? flashsdpa_bwd_post_sm90<true, false> : flashsdpa_bwd_post_sm90<false, false>);
-  kernel<<<blocks, kThreads, 0, stream>>>(args);
+  constexpr int kBoxBytes = kBwdPiece * kBoxRowBytes;
+  const uint32_t pieces = blocks * static_cast<uint32_t>(args.block_m / kBwdPiece * ((args.dim_class + kBwdPiece - 1) / kBwdPiece));
+  if (behind) return launch_behind(kernel, pieces, kThreads, kBoxBytes, stream, args);
+  kernel<<<pieces, kThreads, kBoxBytes, stream>>>(args);
   return error_text(cudaGetLastError());
 }
 

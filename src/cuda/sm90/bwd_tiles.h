@@ -45,8 +45,11 @@ struct BwdTile {
   // The last two warps of the producer warpgroup load. The others see to dQ: each adds one consumer's; or, where there is
   // no room to stage it and consumers add their own, one keeps the turns of a fixed order.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
-  static constexpr bool kStaged = kByKeys || kConsumers == 3;
+  static constexpr bool kStaged = kByKeys || !kMasked;
   static constexpr int kAdders = kStaged ? kConsumers : 1;  // warps
+  static constexpr int kAdderPieces = kByKeys || !kStaged ? 1 : kDim / kBwdPiece / kConsumers;  // of a block of queries, one after the other
+  // At 256 columns there is room for one consumer's piece; the other one's goes where P was, once all dV are computed.
+  static constexpr bool kPieceInScores = kStaged && !kByKeys && kConsumers == 2;
   static constexpr int kLoaders = (kWarpsPerGroup - (kAdders > 2 ? kAdders : 2)) * ptx::kWarpLanes;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
@@ -80,7 +83,8 @@ struct BwdTile {
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
-  static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
+  static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers - kPieceInScores : 0) * kPieceBytes;
+  static_assert(!kPieceInScores || kPieceBytes <= kScoreBytes);
   // Values of an additive mask, of one warp: by columns a block of them, also of float32; by keys the same at 128 columns, and three
   // quarters of a block of 16-bit values at 64, where there is no room for more.
   static constexpr int kValuesBytes = !kMasked ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;

@@ -5,18 +5,21 @@
 // addition is performed: two trips to the L2 cache and more, about as long as a consumer takes for a block.
 #pragma once
 
+#include "../../ptx/grid.cuh"
 #include "bwd_blocks.cuh"
 
 namespace flashsdpa {
 
-// One warp: adds one consumer's piece of each block. In a fixed order it asks for the turn of the next block while the
+// One warp: adds one consumer's piece of each block, or pieces. In a fixed order it asks for the turn of the next block while the
 // addition to this one is under way.
 template <typename Tile>
 __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int adder, int lane) {
-  constexpr int kLast = Tile::kDqFloats - (Tile::kAdders - 1) * kBwdPieceFloats;  // of class 96 a half
+  constexpr int kLast = Tile::kDqFloats - (Tile::kAdders * Tile::kAdderPieces - 1) * kBwdPieceFloats;  // of class 96 a half
   const uint32_t bytes = (adder == Tile::kAdders - 1 ? kLast : kBwdPieceFloats) * int(sizeof(float));
   Ring<kTileSlots> tile_ring;
-  Ring<1> blocks;
+  Ring<1> pieces;
+  static_assert(!Tile::kMasked || Tile::kAdderPieces == 1);
+  ptx::wait_for_grid_before();  // which zeroes the sum and the turns
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
@@ -31,11 +34,11 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         ptx::add_release(turn_before, step_before);
       };
 #pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
+      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work)) {
         if constexpr (Tile::kMasked) {
           give_turn();
-          ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
-          bwd_hear(shared, int(blocks.count % Tile::kVisits), at);
+          ptx::mbarrier_wait(shared.full_piece(adder), pieces.phase());
+          bwd_hear(shared, int(pieces.count % Tile::kVisits), at);
         }
         const int64_t block = bwd_block(args, work, at);
         uint32_t* turn = args.turns + block * Tile::kAdders + adder;
@@ -43,7 +46,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         const bool ready = args.turns && ptx::load_acquire(turn) == mine;
         if constexpr (!Tile::kMasked) {
           give_turn();
-          ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
+          ptx::mbarrier_wait(shared.full_piece(adder), pieces.phase());
         }
         fwd_delay(FwdPoint::kStore);
         if (args.turns) {
@@ -52,11 +55,17 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
           turn_before = turn;
           step_before = bwd_turn_step<Tile>(work, mine);
         }
-        ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + adder * kBwdPieceFloats, shared.piece(adder), bytes);
-        ptx::tma_store_commit();
-        ptx::tma_store_wait_read();
-        fwd_delay(FwdPoint::kFree);
-        ptx::mbarrier_arrive(shared.empty_piece(adder));
+#pragma unroll
+        for (int i = 0; i < Tile::kAdderPieces; ++i) {
+          if (i > 0) ptx::mbarrier_wait(shared.full_piece(adder), pieces.phase());
+          const int piece = adder * Tile::kAdderPieces + i;
+          ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + piece * kBwdPieceFloats, shared.piece(adder), bytes);
+          ptx::tma_store_commit();
+          ptx::tma_store_wait_read();
+          fwd_delay(FwdPoint::kFree);
+          ptx::mbarrier_arrive(shared.empty_piece(adder));
+          pieces.advance();
+        }
       }
       give_turn();
     }
@@ -70,13 +79,14 @@ template <typename Tile>
 __device__ inline void bwd_keep_turns(const BwdArgs& args, const BwdShared<Tile>& shared, int lane) {
   Ring<kTileSlots> tile_ring;
   Ring<Tile::kStages> blocks;
+  ptx::wait_for_grid_before();  // which zeroes the turns
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
     bwd_leave_work(shared, tile_ring, lane);
     if (work.end()) break;
     if (lane == 0 && args.turns) {
 #pragma unroll 1
-      for (BwdFollower<Tile> at(work, args.group); at.left > 0; at.advance(args, work), blocks.advance()) {
+      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work), blocks.advance()) {
         if constexpr (Tile::kMasked) {
           ptx::mbarrier_wait(shared.full_q(blocks.stage()), blocks.phase());
           bwd_hear(shared, int(blocks.count % Tile::kVisits), at);

@@ -1,5 +1,6 @@
 // The few calls of the CUDA runtime that our launchers make, for the emulator: one device of compute capability 9.0
-// with as many processors as the test says, and a stream on which everything is done when the call returns.
+// with as many processors as the test says, and a stream on which everything is done when a launch returns, but for what a grid
+// may do once it has let the next one start.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +30,28 @@ cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
                                              unsigned long long flags, cudaDriverEntryPointQueryResult* found);
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+union cudaLaunchAttributeValue {
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  emulation::run_grid(config->gridDim, config->blockDim, static_cast<uint32_t>(config->dynamicSmemBytes), [=] { kernel(arguments...); },
+                      config->numAttrs == 1 && config->attrs->val.programmaticStreamSerializationAllowed);
+  return cudaGetLastError();
+}
 
 template <typename T>
 cudaError_t cudaMalloc(T** data, size_t bytes) {
