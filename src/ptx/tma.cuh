@@ -82,7 +82,10 @@ __device__ inline void bulk_reduce_add(float* global, uint32_t shared, uint32_t 
 }
 
 // Until all stores of this thread have read their shared memory, which may then be written again.
-__device__ inline void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int kPending = 0>
+__device__ inline void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // Until all but the last kPending groups of this thread's stores are done, which makes what they wrote visible to it.
 template <int kPending = 0>

@@ -227,7 +227,7 @@ __device__ inline void bwd_consume_by_columns(const BwdArgs& args, const BwdShar
           ptx::mbarrier_wait(shared.empty_piece(consumer), (q_ring.count * kOwn + i) % 2 ^ 1);
           if (Tile::kPieceInScores && consumer == 1 && i == 0) ptx::mbarrier_wait(shared.empty_scores(0), q_ring.count % 2);
           fwd_delay(FwdPoint::kStore);
-          stage_piece(shared.piece(consumer), dq, thread);
+          stage_piece<0, kBwdPiece / 2>(shared.piece(consumer), dq, thread);
           ptx::fence_proxy_shared();
           __syncwarp();
           free_stage(shared.full_piece(consumer));

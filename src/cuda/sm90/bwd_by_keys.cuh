@@ -170,9 +170,14 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     };
     // The piece of dQ that is ready, for the adder: the same. One fence gives both, once the stores are long done.
     const auto lay_piece = [&](const Ring<2>& at) {
+      constexpr int kParts = Tile::kPieceParts, kAll = kPieceColumns / 2;
       ptx::mbarrier_wait(shared.empty_piece(consumer()), at.count % 2 ^ 1);
       fwd_delay(FwdPoint::kStore);
-      stage_piece(shared.piece(consumer()), dq, thread);
+      stage_piece<0, kAll / kParts>(shared.piece(consumer()), dq, thread);
+      if constexpr (kParts == 2) {
+        ptx::mbarrier_wait(shared.empty_piece(consumer(), 1), at.count % 2 ^ 1);
+        stage_piece<kAll / 2, kAll>(shared.piece(consumer()), dq, thread);
+      }
     };
     // What the mask has to say of the block in turn; before this consumer's turn, which is not to wait for it.
     const auto ask_mask = [&] {
@@ -193,13 +198,15 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     };
     // dV, dK and this consumer's piece of dQ of the block `at`, whose sums have been begun.
     const auto finish = [&](const Ring<2>& at) {
-      ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());
+      const auto wait_for_scores = [&] { ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase()); };
+      if constexpr (!Tile::kFreeEarly) wait_for_scores();
       ptx::wgmma_wait<0>();
       ptx::wgmma_keep(p);
       ptx::wgmma_keep(ds);
       __syncwarp();  // all lanes have read its stats
       free_stage(shared.empty_grad_out(at.stage()));
       free_stage(shared.empty_q(at.stage()));
+      if constexpr (Tile::kFreeEarly) wait_for_scores();
       ptx::wgmma_fence();
       issue_piece(at);
       ptx::wgmma_wait<0>();
@@ -358,7 +365,7 @@ __device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<
     // Once all consumers are done with dS and K, or, with a mask, with dS, and the adders with dQ, dV and dK go there.
     if constexpr (!Tile::kKeysAhead) {
       free_stage(shared.empty_k(0));
-      ptx::mbarrier_wait(shared.empty_piece(consumer()), ring.count % 2 ^ 1);
+      ptx::mbarrier_wait(shared.empty_piece(consumer(), Tile::kPieceParts - 1), ring.count % 2 ^ 1);
     }
     ptx::barrier_sync(int(BwdBarrier::kConsumers), kConsumerThreads);
     stage_rows<kBlockN, kBFloat16>(shared.dv(), dv, 1.f, key, thread);

@@ -45,7 +45,7 @@ struct BwdShared {
   __device__ uint32_t empty_scores(int buffer) const { return barrier(kScores + 2 + buffer); }
   // What an adder adds at once is there; is read.
   __device__ uint32_t full_piece(int adder) const { return barrier(kScores + 4 + adder); }
-  __device__ uint32_t empty_piece(int adder) const { return barrier(kScores + 7 + adder); }
+  __device__ uint32_t empty_piece(int adder, int part = 0) const { return barrier(kScores + 7 + 3 * part + adder); }
   // Where dQ is not staged, in a fixed order: this block's turn has come; all consumers have added to it.
   __device__ uint32_t turn() const { return barrier(kScores + 4); }
   __device__ uint32_t added() const { return barrier(kScores + 5); }
@@ -54,7 +54,7 @@ struct BwdShared {
 
  private:
   static constexpr int kQ = 2 + 2 * Tile::kStagesK, kGradOut = kQ + 2 * Tile::kStages, kScores = kGradOut + 2 * Tile::kStagesGradOut;
-  static constexpr int kTiles = kScores + 10;
+  static constexpr int kTiles = kScores + 13;
   static_assert(kTiles + 2 * kTileSlots == Tile::kBarriers);
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
@@ -83,7 +83,7 @@ __device__ inline void bwd_init_barriers(const BwdShared<Tile>& shared) {
   if constexpr (Tile::kStaged) {
     for (int a = 0; a < Tile::kAdders; ++a) {
       ptx::mbarrier_init(shared.full_piece(a), kWarpsPerGroup);
-      ptx::mbarrier_init(shared.empty_piece(a), 1);
+      for (int part = 0; part < Tile::kPieceParts; ++part) ptx::mbarrier_init(shared.empty_piece(a, part), 1);
     }
   } else {
     ptx::mbarrier_init(shared.turn(), 1);

@@ -14,10 +14,10 @@ struct BwdOrigin {
 };
 
 // A piece of dQ, in the order of the sum: four registers of all threads, then the next four.
-template <int kCount>
+template <int kFirst, int kEnd, int kCount>
 __device__ inline void stage_piece(uint32_t piece, const float (&values)[kCount], int thread) {
 #pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
+  for (int i = kFirst; i < kEnd; i += 4) {
     ptx::store_shared_floats(piece + i * (ptx::kWarpgroupThreads * 4) + thread * 16, values[i], values[i + 1], values[i + 2],
                              values[i + 3]);
   }

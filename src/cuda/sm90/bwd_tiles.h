@@ -69,6 +69,10 @@ struct BwdTile {
       kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
   // One consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
+  // By keys memory is freed as early as can be: Q and dO before the other consumer's dS is there, a piece in two parts, so that the
+  // consumer lays down the first of the next while the second is read. With a mask at 64 columns it spilled.
+  static constexpr bool kFreeEarly = kByKeys && (kDim > 64 || !kMasked || kTerms);
+  static constexpr int kPieceParts = kFreeEarly ? 2 : 1;
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
   // Shared memory, from a base aligned to 1024 bytes. By keys: K twice, so that the next tile's is there when a tile ends; two buffers
@@ -101,7 +105,7 @@ struct BwdTile {
   static constexpr int kVisits = kMasked ? 8 : kStages;
   static constexpr int kVisitOffset = kStatsOffset + kStages * kStatsBytes;
   static constexpr int kBarrierOffset = kVisitOffset + kVisits * 8;
-  static constexpr int kBarriers = 2 + 2 * kStagesK + 2 * kStages + 2 * kStagesGradOut + 4 + 6 + 2 * kTileSlots;
+  static constexpr int kBarriers = 2 + 2 * kStagesK + 2 * kStages + 2 * kStagesGradOut + 4 + 3 + 6 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);

@@ -59,11 +59,21 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         for (int i = 0; i < Tile::kAdderPieces; ++i) {
           if (i > 0) ptx::mbarrier_wait(shared.full_piece(adder), pieces.phase());
           const int piece = adder * Tile::kAdderPieces + i;
-          ptx::bulk_reduce_add(args.dq + block * Tile::kDqFloats + piece * kBwdPieceFloats, shared.piece(adder), bytes);
-          ptx::tma_store_commit();
+          float* const sum = args.dq + block * Tile::kDqFloats + piece * kBwdPieceFloats;
+          constexpr int kParts = Tile::kPieceParts;
+          const uint32_t part_bytes = bytes / kParts;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            ptx::bulk_reduce_add(sum + part * part_bytes / sizeof(float), shared.piece(adder) + part * part_bytes, part_bytes);
+            ptx::tma_store_commit();
+          }
+          if constexpr (kParts == 2) {
+            ptx::tma_store_wait_read<1>();
+            ptx::mbarrier_arrive(shared.empty_piece(adder, 0));
+          }
           ptx::tma_store_wait_read();
           fwd_delay(FwdPoint::kFree);
-          ptx::mbarrier_arrive(shared.empty_piece(adder));
+          ptx::mbarrier_arrive(shared.empty_piece(adder, kParts - 1));
           pieces.advance();
         }
       }

@@ -36,7 +36,10 @@ inline void tma_store(const CUtensorMap* map, uint32_t shared, PackedBoxOrigin a
                        emulation::StoreKind::kWrite);
 }
 inline void tma_store_commit() { emulation::commit_stores(); }
-inline void tma_store_wait_read() { emulation::wait_for_stores(0); }
+template <int kPending = 0>
+inline void tma_store_wait_read() {
+  emulation::wait_for_stores(kPending);
+}
 template <int kPending = 0>
 inline void tma_store_wait() {
   emulation::wait_for_stores(kPending);  // here, stores are done when they have read
