@@ -1,4 +1,4 @@
-"""CUDA graphs, streams, threads and devices around the unchanged call: what a replay reads, whose memory scratch is, who serves.
+"""CUDA graphs, streams, threads, devices around the unchanged call: what a replay reads, whose memory scratch is, who serves.
 
 Gradients are compared bit for bit, so torch's deterministic mode is on everywhere.
 """
@@ -92,9 +92,9 @@ def test_a_replayed_step_reads_what_its_tensors_hold_now(name):
 
     def replayed(x, call):
         with torch.no_grad():
-            for own, new in ((static.q, x.q), (static.k, x.k), (static.v, x.v), (static.mask, x.mask), (static.grad_out, x.grad_out)):
-                if own is not None:
-                    own.copy_(new)
+            for name in ("q", "k", "v", "mask", "grad_out"):
+                if getattr(x, name) is not None:
+                    getattr(static, name).copy_(getattr(x, name))
         eager = step()  # its scratch is not the graph's
         for t in results:
             t.fill_(NAN)
@@ -155,7 +155,7 @@ def test_replays_draw_dropout_anew_and_a_seed_repeats_them():
 
 
 class Weighted(nn.Module):
-    """Attention of a sequence to itself. The rest is done element by element, so that its bits do not depend on the way either."""
+    """Attention of a sequence to itself. The rest goes element by element, so that its bits do not depend on the way."""
 
     def __init__(self, layers=1):
         super().__init__()
@@ -210,7 +210,7 @@ def test_reduce_overhead_trains(routed):
             assert (a - b).abs().max() <= 2**-5 * b.abs().max(), f"step {turn}"
     with profiler.kernels_run() as kernels:
         train(compiled, *batch)
-    assert kernels["flashsdpa_fwd_sm90"] == kernels["flashsdpa_bwd_sm90"] == 2, kernels
+    assert kernels.starting_with("flashsdpa_fwd_sm90") == kernels.starting_with("flashsdpa_bwd_sm90") == 2, kernels
     assert kernels.starting_with("flashsdpa_mask_plan") > 0, kernels
 
 
