@@ -80,6 +80,14 @@ def tracing_context():
         return None
 
 
+def compile_context():
+    """The torch._guards.CompileContext of the frame that is compiled on this thread, its guards included, or None."""
+    try:
+        return torch._guards.CompileContext.try_get()
+    except AttributeError:
+        return None
+
+
 def set_cache_tag(text):
     """Make torch's compile caches on disk tell our selections apart. They are keyed on Dynamo's graph, which says
     scaled_dot_product_attention whatever is selected. Set on the thread that compiles: the setting is per thread."""
