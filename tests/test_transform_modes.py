@@ -37,6 +37,8 @@ def _inputs(name, mapped):
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("transform", COMPILED)
 def test_transforms_inside_a_compiled_function(routed, transform, backend):
+    if transform in ("jacfwd", "hessian") and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 compiles no jacfwd by several arguments, whatever the function")
     function = COMPILED[transform](ATTEND["bias"])
     inputs = _inputs(f"compiled {transform}", transform in ("vmap", "per sample"))
     enable("flashsdpa", strict=True)

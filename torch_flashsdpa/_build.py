@@ -28,7 +28,7 @@ STAMP = "build.txt"  # beside the two libraries: what they were built from
 UNITS = {
     "ops": ("ops.cpp", "autograd.cpp", "autocast.cpp", "batching.cpp", "jvp.cpp", "dropout_factor.cpp", "execute.cpp"),
     "module": ("module.cpp",),
-    "router": ("router.cpp", "checks.cpp", "normalise.cpp", "selection.cpp", "auto_table.cpp", "report.cpp"),
+    "router": ("router.cpp", "refused_calls.cpp", "checks.cpp", "normalise.cpp", "selection.cpp", "auto_table.cpp", "report.cpp"),
 }
 
 

@@ -80,6 +80,14 @@ def tracing_context():
         return None
 
 
+def compile_context():
+    """The torch._guards.CompileContext of the frame that is compiled on this thread, its guards included, or None."""
+    try:
+        return torch._guards.CompileContext.try_get()
+    except AttributeError:
+        return None
+
+
 def set_cache_tag(text):
     """Make torch's compile caches on disk tell our selections apart. They are keyed on Dynamo's graph, which says
     scaled_dot_product_attention whatever is selected. Set on the thread that compiles: the setting is per thread."""
@@ -102,8 +110,29 @@ def register_sharding(op, rule, *keywords):
 
     register_sharding(op)(rule)
     if keywords:
-        remembered_by = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op]
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        remembered_by = propagator.op_to_schema_info[op]
         remembered_by.static_kwargkey = [*(remembered_by.static_kwargkey or ()), *keywords]
+        propagator.propagate_op_sharding = _Remembered(propagator, op)
+
+
+class _Remembered:
+    """DTensor's memory in front of an op's sharding rule. torch 2.11 asks it with a list among the keyword arguments, of which it
+    can make no key; that is worked out every time."""
+
+    def __init__(self, propagator, op):
+        self._propagator, self._op, self._memory = propagator, op, propagator.propagate_op_sharding
+
+    def __call__(self, schema):
+        if schema.op is self._op:
+            try:
+                hash(schema)
+            except TypeError:
+                return self._propagator.propagate_op_sharding_non_cached(schema)
+        return self._memory(schema)
+
+    def __getattr__(self, name):
+        return getattr(self._memory, name)
 
 
 def constant_for_dynamo(function):

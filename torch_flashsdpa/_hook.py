@@ -52,9 +52,19 @@ class Selector:
     @property
     def current(self):
         """Everything outside a traced function on which it depends whether ours serves in it, as one string."""
-        backend, strict, batch_invariant, _ = _C.current_selection()
+        backend, strict, batch_invariant, _ = _compiled_selection() or _C.current_selection()
         marks = ("!" if strict else "") + (" batch invariant" if batch_invariant else "")
         return f"{backend}{marks}{'' if _C.stock_only() is None else ' stock'}"
+
+
+def _compiled_selection(begin=False):
+    """The selection that the compilation on this thread began with; None outside of one, or before begin=True has noted it. What
+    another thread selects meanwhile is for the next call: all calls in a graph, the guard that torch makes after them, and
+    torch's trial of that guard are of one mind."""
+    context = _dynamo_compat.compile_context()
+    if context is not None and begin:
+        context.__dict__.setdefault("flashsdpa_selection", _C.current_selection())
+    return getattr(context, "flashsdpa_selection", None)
 
 
 selector = Selector()
@@ -99,12 +109,14 @@ def answer(query, key, value, attn_mask, dropout_p):
         return STOCK, False, False, False
     context = _dynamo_compat.tracing_context()
     in_graph = getattr(context, "flashsdpa_scopes", None)
+    begun = None
     if not in_graph:
+        begun = _compiled_selection(begin=True)
         _dynamo_compat.install_guard(__name__, "selector", "current")
     if context is not None:
         _dynamo_compat.set_cache_tag(f"{__version__} {auto_table.digest()} {selector.current}")
     with _scope(in_graph[-1]) if in_graph else contextlib.nullcontext():
-        backend, strict, batch_invariant, _ = _C.current_selection()
+        backend, strict, batch_invariant, _ = begun or _C.current_selection()
         reason = _C.stock_only() or refusal(*inner, dropout_p)
     if backend == STOCK or reason is None:
         return backend, strict, batch_invariant, True

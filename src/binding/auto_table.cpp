@@ -7,6 +7,8 @@
 #include <limits>
 #include <unordered_map>
 
+#include "refused_calls.h"
+
 namespace flashsdpa {
 
 namespace {
@@ -57,6 +59,7 @@ void set_auto_table(const std::vector<AutoRow>& rows) {
     (*fresh)[key(row.isa, row.dtype, row.kind, row.grad)].push_back(
         {{log2_of(row.dim), log2_of(row.seq_q), log2_of(row.seq_k)}, row});
   table.store(fresh, std::memory_order_release);
+  forget_refused_calls();
 }
 
 void check_auto(const Call& call, Reasons& reasons) {

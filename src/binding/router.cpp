@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "layout.h"
 #include "normalise.h"
+#include "refused_calls.h"
 
 namespace flashsdpa {
 
@@ -124,7 +125,10 @@ Selection selection_for(const Request& r, bool* traced) {
 }
 
 Tensor refuse(const Request& r, const Selection& selection, bool traced) {
-  if (!selection.strict && !observing()) return stock(r);
+  if (!selection.strict && !observing()) {
+    if (!traced && !any_wrapped(r)) remember_refused(r, selection);
+    return stock(r);
+  }
   std::vector<std::string> list;
   Reasons reasons(&list);
   Normalised n;
@@ -142,7 +146,8 @@ Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const 
   const Request request{query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa};
   bool traced = false;
   const Selection selection = selection_for(request, &traced);
-  if (selection.backend == Backend::kStock && !observing()) return stock(request);
+  if (!observing() && (selection.backend == Backend::kStock || refused_before(request, selection)))
+    return stock(request);
   Normalised n;
   Reasons reasons;
   decide(request, query.device(), selection, n, reasons);

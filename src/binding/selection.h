@@ -18,6 +18,8 @@ struct Selection {
   bool batch_invariant = false;  // "auto" then takes all that ours serve, as stock promises nothing
   bool scoped = false;
   uint8_t torch_backends = 0;  // scoped: torch's enabled SDPA backends when the scope was entered, one bit each
+
+  bool operator==(const Selection&) const = default;
 };
 
 constexpr char kScopeKey[] = "flashsdpa.scope";  // of torch's thread-local object store

@@ -100,4 +100,8 @@ FAULTS = [
           "tests/test_matrix.py::test_every_fault_beside_every_option"),
     Fault("a bug report with every variable", "torch_flashsdpa/_doctor.py",
           "if name.startswith(ENVIRONMENT)}", "}", "tests/test_cli.py::test_doctors_json_is_a_bug_report"),
+    Fault("graph guarded on what was selected meanwhile", "torch_flashsdpa/_hook.py",
+          "_compiled_selection() or _C.current_selection()", "_C.current_selection()", "tests/test_compile_race.py"),
+    Fault("calls of one graph decided apart", "torch_flashsdpa/_hook.py",
+          "begun or _C.current_selection()", "_C.current_selection()", "tests/test_compile_race.py"),
 ]
