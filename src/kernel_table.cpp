@@ -63,8 +63,8 @@ constexpr KernelEntry kTable[] = {
      launch_forward_f32_sm90, describe_forward_f32_sm90, nullptr, always},
     {"flashsdpa_bwd_f32_sm90", "src/cuda/sm90/f32_backward.cuh", Pass::kBackward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
      kBackwardFeatures, 256, 128, 64,
-     "mma.sync on TF32, three products for float32 or one where torch allows it; dQ by queries, dK and dV by keys, a mask's gradient by its "
-     "tiles, no atomics",
+     "mma.sync on TF32, three products for float32 or one where torch allows it; dQ by queries, dK and dV by keys, a mask's "
+     "gradient by its tiles, no atomics",
      launch_backward_f32_sm90, nullptr, scratch_backward_f32_sm90, always},
     {"flashsdpa_mask_plan_sm90", "src/cuda/sm90/mask_plan_kernel.cuh", Pass::kMaskPlan, Device::kCuda, Isa::kSm90,
      kMasks, kBoolMask | kBias, 0, 64, 64, "one pass over the mask, then lists", launch_mask_plan_sm90},

@@ -1,4 +1,5 @@
-// How the work on the gradient of an additive mask is shared out, in tiles of it and in parts of their visits (bwd_mask_gradient.h).
+// How the work on the gradient of an additive mask is shared out: in tiles of it, and in parts of their visits
+// (bwd_mask_gradient.h).
 #pragma once
 
 #include <algorithm>

@@ -30,6 +30,7 @@ const char* f32_run_sinks(const F32Args& args, float* dsinks, int64_t batch, cud
 
 // The gradient of an additive mask, into BackwardParams::dmask. scratch: f32_mask_scratch(b) floats.
 int64_t f32_mask_scratch(const BackwardParams& b, int processors);
-const char* f32_run_mask(const BackwardParams& b, const F32Args& args, float* scratch, const CurrentDevice& device, cudaStream_t stream);
+const char* f32_run_mask(const BackwardParams& b, const F32Args& args, float* scratch, const CurrentDevice& device,
+                         cudaStream_t stream);
 
 }  // namespace flashsdpa

@@ -1,8 +1,10 @@
-// The gradient of an additive mask in float32: P (Z dP - delta) of f32_terms.cuh, summed over the axes in which the mask has size 1.
+// The gradient of an additive mask in float32: P (Z dP - delta) of f32_terms.cuh, summed over the axes in which the
+// mask has size 1.
 //
-// A block has one tile of the gradient, or a part of its visits (bwd_mask_gradient.h), and sums in registers what they say of each
-// place of the tile; at the end it adds up rows, or columns, or both, where the mask has one. So every sum has one owner and one
-// order. Q and K have one place each in shared memory, dO and V too: those two arrive under the product of the other two.
+// A block has one tile of the gradient, or a part of its visits (bwd_mask_gradient.h), and sums in registers what they
+// say of each place of the tile; at the end it adds up rows, or columns, or both, where the mask has one. So every sum
+// has one owner and one order. Q and K have one place each in shared memory, dO and V too: those two arrive under the
+// product of the others.
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"
@@ -48,7 +50,10 @@ class F32MaskUnit {
 
  public:
   __device__ F32MaskUnit(const F32MaskArgs& args, uint32_t shared)
-      : args_(args), shared_(shared), warp_(int(threadIdx.x) / ptx::kWarpLanes), lane_(int(threadIdx.x) % ptx::kWarpLanes) {}
+      : args_(args),
+        shared_(shared),
+        warp_(int(threadIdx.x) / ptx::kWarpLanes),
+        lane_(int(threadIdx.x) % ptx::kWarpLanes) {}
 
   __device__ void sum_visits(int unit) {
     BwdMaskWalk<Tile> walk(args_, unit);
@@ -58,7 +63,8 @@ class F32MaskUnit {
       const BwdMaskPlace at = walk.at;
       const int row = at.m * Tile::kBlockM, column = at.n * kN;
       const typename Tile::Scores scores(at.batch, at.head, row, warp_, lane_);
-      const Terms terms(args_.bwd, scores, grad_tile() + Tile::kQueryBytes + Tile::kKeyBytes + warp_ * Terms::kWarpBytes);
+      const Terms terms(args_.bwd, scores,
+                        grad_tile() + Tile::kQueryBytes + Tile::kKeyBytes + warp_ * Terms::kWarpBytes);
       ptx::copy_async_wait();
       __syncthreads();  // Q and K are there, dO and V read
       load(grad_tile(), args_.bwd.grad_out, v_tile(), args_.bwd.v, at);
@@ -129,7 +135,8 @@ class F32MaskUnit {
 #pragma unroll
       for (int n = 0; n < kN / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) put(first_row + row + 8 * (i / 2), first_key + 8 * n + 2 * (lane_ % 4) + i % 2, sum_[n][i]);
+        for (int i = 0; i < 4; ++i)
+          put(first_row + row + 8 * (i / 2), first_key + 8 * n + 2 * (lane_ % 4) + i % 2, sum_[n][i]);
       }
     }
   }
@@ -141,9 +148,11 @@ class F32MaskUnit {
   __device__ uint32_t v_tile() const { return grad_tile() + Tile::kQueryBytes; }
   __device__ uint32_t warp_rows() const { return uint32_t(warp_ * 16 * kDim * 4); }
 
-  __device__ void load(uint32_t queries, const F32Tensor& of_queries, uint32_t keys, const F32Tensor& of_keys, const BwdMaskPlace& at) const {
-    f32_load<Tile::kBlockM, kDim, Tile::kThreads>(queries, of_queries, f32_plane(of_queries, at.batch, at.head), at.m * Tile::kBlockM);
-    f32_load<kN, kDim, Tile::kThreads>(keys, of_keys, f32_plane(of_keys, at.batch, at.head / args_.bwd.group), at.n * kN);
+  __device__ void load(uint32_t queries, const F32Tensor& of_queries, uint32_t keys, const F32Tensor& of_keys,
+                       const BwdMaskPlace& at) const {
+    constexpr int kRows = Tile::kBlockM, kThreads = Tile::kThreads;
+    f32_load<kRows, kDim, kThreads>(queries, of_queries, f32_plane(of_queries, at.batch, at.head), at.m * kRows);
+    f32_load<kN, kDim, kThreads>(keys, of_keys, f32_plane(of_keys, at.batch, at.head / args_.bwd.group), at.n * kN);
   }
 
   // Scores to weights. Rows past the last one have none.
@@ -154,7 +163,8 @@ class F32MaskUnit {
     for (int r = 0; r < 2; ++r) {
       const int query = row + 8 * r + lane_ / 4;
       const int64_t place = rows_before + min(query, args_.bwd.seq_q - 1);
-      const float lse = query < args_.bwd.seq_q ? __ldg(stats.lse + place) : -kMinusInfinity, shift = __ldg(stats.shift + place);
+      const float lse = query < args_.bwd.seq_q ? __ldg(stats.lse + place) : -kMinusInfinity;
+      const float shift = __ldg(stats.shift + place);
       delta[r] = __ldg(stats.delta + place);
 #pragma unroll
       for (int n = 0; n < kN / 8; ++n) {

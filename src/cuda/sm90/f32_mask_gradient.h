@@ -5,12 +5,12 @@
 
 namespace flashsdpa {
 
-// Tiles, visits and parts are those of bwd_mask_gradient.h. But parts do not wait for each other: each has the gradient to itself,
-// and a second kernel adds them up.
+// Tiles, visits and parts are those of bwd_mask_gradient.h. But parts do not wait for each other: each has the gradient
+// to itself, and a second kernel adds them up.
 struct F32MaskArgs {
-  F32Args bwd;    // with values in its mask, stats and terms; of dq, dk, dv nothing is read
-  float* grad;    // (batch|1, heads_q|1, seq_q|1, seq_k|1) contiguous; every element is written
-  float* sums;    // (parts, elements), any content before; not used by one part
+  F32Args bwd;  // with values in its mask, stats and terms; of dq, dk, dv nothing is read
+  float* grad;  // (batch|1, heads_q|1, seq_q|1, seq_k|1) contiguous; every element is written
+  float* sums;  // (parts, elements), any content before; not used by one part
   int64_t elements;
   int32_t tiles, parts;
   int32_t grad_heads, tiles_m, tiles_n;

@@ -19,7 +19,8 @@ BwdMaskShare share_for(const Problem& p, int processors) {
 
 }  // namespace
 
-__global__ void __launch_bounds__(kThreads) flashsdpa_bwd_mask_parts_f32_sm90(const float* sums, float* grad, int64_t elements, int parts) {
+__global__ void __launch_bounds__(kThreads)
+    flashsdpa_bwd_mask_parts_f32_sm90(const float* sums, float* grad, int64_t elements, int parts) {
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= elements) return;
   float sum = 0.f;
@@ -34,12 +35,15 @@ int64_t f32_mask_scratch(const BackwardParams& b, int processors) {
   return parts > 1 ? parts * mask_elements(p.mask) : 0;
 }
 
-const char* f32_run_mask(const BackwardParams& b, const F32Args& bwd, float* scratch, const CurrentDevice& device, cudaStream_t stream) {
+const char* f32_run_mask(const BackwardParams& b, const F32Args& bwd, float* scratch, const CurrentDevice& device,
+                         cudaStream_t stream) {
   const Problem& p = b.problem;
   const int64_t elements = mask_elements(p.mask);
-  if (p.seq_k == 0) return error_text(cudaMemsetAsync(b.dmask, 0, static_cast<size_t>(elements) * sizeof(float), stream));
+  if (p.seq_k == 0)
+    return error_text(cudaMemsetAsync(b.dmask, 0, static_cast<size_t>(elements) * sizeof(float), stream));
   const BwdMaskShare share = share_for(p, device.processors);
-  if (share.tiles * share.parts > INT32_MAX) return "this kernel takes up to 2^31 tiles of the mask's gradient; split the batch";
+  if (share.tiles * share.parts > INT32_MAX)
+    return "this kernel takes up to 2^31 tiles of the mask's gradient; split the batch";
   F32MaskArgs args{};
   args.bwd = bwd;
   args.grad = static_cast<float*>(b.dmask);

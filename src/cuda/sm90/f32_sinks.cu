@@ -14,7 +14,8 @@ __global__ void __launch_bounds__(kThreads)
     flashsdpa_bwd_sinks_f32_sm90(const __grid_constant__ F32Args args, float* dsinks, int64_t batch) {
   extern __shared__ uint8_t memory[];
   const uint32_t sums = ptx::shared_address(memory);
-  const int head = int(blockIdx.x), warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
+  const int head = int(blockIdx.x), warp = int(threadIdx.x) / ptx::kWarpLanes,
+            lane = int(threadIdx.x) % ptx::kWarpLanes;
   double sum = 0.0;
   for (int64_t b = 0; b < batch; ++b) {
     const float sink = value_of_head(args.terms.sinks, int(b), head);
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 const char* f32_run_sinks(const F32Args& args, float* dsinks, int64_t batch, cudaStream_t stream) {
-  flashsdpa_bwd_sinks_f32_sm90<<<static_cast<uint32_t>(args.heads_q), kThreads, kSharedBytes, stream>>>(args, dsinks, batch);
+  flashsdpa_bwd_sinks_f32_sm90<<<static_cast<uint32_t>(args.heads_q), kThreads, kSharedBytes, stream>>>(args, dsinks,
+                                                                                                        batch);
   return error_text(cudaGetLastError());
 }
 

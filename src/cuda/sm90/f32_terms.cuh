@@ -1,7 +1,7 @@
-// Soft cap, slopes, sinks and dropout (score_terms.h) in the float32 kernels: what becomes of one warp's block of scores, of its
-// weights, and of the gradient of both. Without terms: products are scaled, and that is all.
+// Soft cap, slopes, sinks and dropout (score_terms.h) in the float32 kernels: what becomes of one warp's block of
+// scores, of its weights, and of the gradient of both. Without terms: products are scaled, and that is all.
 //
-// With c a scaled and capped score, Z the factor that dropout gives a weight (0 or `rescale`) and P = exp(c + ... - lse):
+// With c a scaled and capped score, Z dropout's factor of a weight (0 or `rescale`) and P = exp(c + ... - lse):
 //   O takes Z P, dV too, and dS = P (1 - (c / softcap)^2) (Z dP - delta)
 // `rescale` is left to the end of sums: Z is then 0 or 1 here, but for dS.
 #pragma once
@@ -12,8 +12,9 @@
 
 namespace flashsdpa {
 
-// tanh to about 3 units in the last place, as good as the scores are: score_terms.cuh's 5 are for half precision. Without a branch,
-// which tanhf has for each number: a polynomial (minimax fit of its relative error) near 0, 1 - 2 / (exp(2 x) + 1) from there on.
+// tanh to about 3 units in the last place, as good as the scores are: score_terms.cuh's 5 are for half precision.
+// Without a branch, which tanhf has for each number: near 0 a polynomial (a minimax fit of the relative error), else
+// 1 - 2 / (exp(2 x) + 1).
 __device__ inline float f32_tanh(float x) {
   constexpr float kEnd = 0.62f, kTwoLog2e = 2.8853900817779268f;
   const float z = x * x;
@@ -30,7 +31,8 @@ struct F32Terms {
   using Scores = F32Scores<kRowsAreKeys, kM, kN>;
   static constexpr uint32_t kWarpBytes = 0;  // of shared memory
   __device__ F32Terms(const F32Args&, const Scores&, uint32_t) {}
-  __device__ void apply(const F32Args& args, const Scores& scores, float (&s)[kM][kN / 8][4], int column, int classes) const {
+  __device__ void apply(const F32Args& args, const Scores& scores, float (&s)[kM][kN / 8][4], int column,
+                        int classes) const {
     scores.apply(args, s, column, classes);
   }
   __device__ void drop(const F32Args&, const Scores&, float (&)[kM][kN / 8][4], int) const {}
@@ -48,11 +50,12 @@ struct F32Terms<kRowsAreKeys, kM, kN, true> {
   // memory: this warp's kWarpBytes, no longer read.
   __device__ F32Terms(const F32Args& args, const Scores& scores, uint32_t memory)
       : slope(args.terms.slopes.data ? value_of_head(args.terms.slopes, scores.batch, scores.head) : 0.f) {
-    if (args.terms.seed) stream = DropoutStreamIn<StreamInShared>(args.terms, scores.batch, scores.head, scores.lane, {memory});
+    if (args.terms.seed)
+      stream = DropoutStreamIn<StreamInShared>(args.terms, scores.batch, scores.head, scores.lane, {memory});
   }
 
-  // Products to scores, mask and band and all. passed(n, i, factor): what the cap leaves of a gradient; of a removed score, which
-  // may be NaN, a number all the same.
+  // Products to scores, mask and band and all. passed(n, i, factor): what the cap leaves of a gradient; of a removed
+  // score, which may be NaN, a number all the same.
   template <typename Passed>
   __device__ void apply(const F32Args& args, const Scores& scores, float (&s)[kM][kN / 8][4], int column, int classes,
                         const Passed& passed) const {
@@ -85,7 +88,8 @@ struct F32Terms<kRowsAreKeys, kM, kN, true> {
     }
     scores.remove(args, s, column, classes);
   }
-  __device__ void apply(const F32Args& args, const Scores& scores, float (&s)[kM][kN / 8][4], int column, int classes) const {
+  __device__ void apply(const F32Args& args, const Scores& scores, float (&s)[kM][kN / 8][4], int column,
+                        int classes) const {
     apply(args, scores, s, column, classes, [](int, int, float) {});
   }
 

@@ -140,7 +140,8 @@ struct F32Scores {
   }
 
   __device__ void apply(const F32Args& args, float (&s)[kM][kN / 8][4], int column, int classes) const {
-    for_each(s, column, [](int query) { return query; }, [&](float& score, int, int) { score = ptx::multiply(score, args.scale); });
+    const auto itself = [](int query) { return query; };
+    for_each(s, column, itself, [&](float& score, int, int) { score = ptx::multiply(score, args.scale); });
     remove(args, s, column, classes);
   }
 
