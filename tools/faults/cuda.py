@@ -214,7 +214,7 @@ FAULTS = [
     Fault("float32 delta of the wrong query", "src/cuda/sm90/f32_backward.cuh",
           "(kRowsAreKeys ? delta[i % 2] : delta_[i / 2])", "(kRowsAreKeys ? delta[i / 2 % 2] : delta_[i / 2])", FLOAT32 + "test_dims"),
     Fault("float32 weights that dropout takes", "src/cuda/sm90/f32_terms.cuh",
-          "p[0][n][i] = keeps(kept, n, i) ? p[0][n][i] : 0.f;", "", FLOAT32_TERMS + "test_which_weights_are_dropped"),
+          "keeps(kept, n, i) ? p[0][n][i] : 0.f;", "p[0][n][i];", FLOAT32_TERMS + "test_which_weights_are_dropped"),
     Fault("float32 dV takes dropped weights", "src/cuda/sm90/f32_backward.cuh",
           "w[0][n][i] = Terms::keeps(kept, n, i) ? weight : 0.f;", "w[0][n][i] = weight;", FLOAT32_TERMS + "test_which_weights_are_dropped"),
     Fault("float32 gradient of a dropped weight", "src/cuda/sm90/f32_backward.cuh",

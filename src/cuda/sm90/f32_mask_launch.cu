@@ -13,7 +13,8 @@ const F32MaskInstance& instance_for(const Problem& p) {
   const int64_t dim = std::max(p.dim, p.dim_v);
   return dim <= 64 ? kF32MaskD64 : dim <= 128 ? kF32MaskD128 : kF32MaskD256;
 }
-BwdMaskShare share_for(const Problem& p, int processors) {
+BwdMaskShare share_for(Problem p, int processors) {
+  p.batch_invariant = false;  // of this gradient it is not promised, and parts for one sequence are copies for all
   return {p, instance_for(p).block_m, instance_for(p).block_n, processors};
 }
 
