@@ -161,6 +161,9 @@ def test_large_scores(run, dim):
         check(replace(x, q=x.q * 1e4), call, run)
         if x.sinks is not None:
             check(replace(x, sinks=x.sinks + 5000), call, run)
+        if terms == "sinks":  # as large as all the scores, which are equal
+            score = 25 * 25 * dim * call.scale_for(dim)
+            check(replace(x, q=torch.full_like(x.q, 25), k=torch.full_like(x.k, 25), sinks=x.sinks + score), call, run)
 
 
 def test_rows_that_are_all_the_sinks(run):

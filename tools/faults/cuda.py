@@ -229,7 +229,7 @@ FAULTS = [
     Fault("float32 slopes of the first row", "src/cuda/sm90/f32_terms.cuh", "fabsf(places[i / 2]", "fabsf(places[0]",
           FLOAT32_TERMS + "test_terms[slopes]"),
     Fault("float32 output not shrunk for a sink", "src/cuda/sm90/f32_forward.cuh", "left[m][r] *= softmax.add(", "softmax.add(",
-          FLOAT32_TERMS + "test_terms[sinks]"),
+          FLOAT32_TERMS + "test_large_scores"),
     Fault("float32 sums of large rows without the sink", "src/cuda/sm90/f32_pre.cuh",
           "sum[r] += f32_weight(value_of_head", "sum[r] += 0.f * f32_weight(value_of_head", FLOAT32_TERMS + "test_large_scores"),
     Fault("float32 sinks' gradient of the first warp alone", "src/cuda/sm90/f32_sinks.cu", "w < kWarps; ++w", "w < 1; ++w",
