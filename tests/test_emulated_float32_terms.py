@@ -17,7 +17,7 @@ from test_emulated_score_terms_backward import TERMS, case_of
 
 
 @pytest.fixture
-def run(emulator, request):
+def run(emulator, request):  # noqa: F811
     """run(x, call): Result of forward and backward."""
     orders = generator(request.node.name)
 

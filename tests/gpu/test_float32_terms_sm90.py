@@ -155,22 +155,22 @@ def test_only_the_mask_needs_a_gradient():
     assert torch.equal(got, want) and not any("flashsdpa_bwd_f32_sm90" in kernel for kernel in kernels), kernels
 
 
-def test_the_same_bits_in_every_run_and_batch():
+@pytest.mark.parametrize("terms, mask", ((dict(softcap=3.0), ""), (dict(slopes="h"), "bias:hqk")), ids=("softcap", "slopes"))
+def test_the_same_bits_in_every_run_and_batch(terms, mask):
     """Of a batch of five, alone, and again; the gradient of a mask in every run."""
-    for terms, mask in ((dict(softcap=3.0), ""), (dict(slopes="h"), "bias:hqk")):
-        x, call = make("bits", "causal", (700, 500), batch=5, mask=mask, **terms, **FLOAT)
+    x, call = make("bits", "causal", (700, 500), batch=5, mask=mask, **terms, **FLOAT)
 
-        def run(b, mask_too=False):
-            leaves = [t[b].detach().requires_grad_() for t in (x.q, x.k, x.v)] + [x.mask.detach().requires_grad_()] * mask_too
-            options = dict(attn_mask=leaves[3] if mask_too else x.mask, alibi_slopes=x.slopes, batch_invariant=True, **call.op_arguments())
-            out, lse = ops().forward(*leaves[:3], **options)
-            return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, x.grad_out[b])
+    def run(b, mask_too=False):
+        leaves = [t[b].detach().requires_grad_() for t in (x.q, x.k, x.v)] + [x.mask.detach().requires_grad_() for _ in range(mask_too)]
+        options = dict(attn_mask=leaves[3] if mask_too else x.mask, alibi_slopes=x.slopes, batch_invariant=True, **call.op_arguments())
+        out, lse = ops().forward(*leaves[:3], **options)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, x.grad_out[b])
 
-        whole = run(slice(None))
-        for b in range(5):
-            assert all(torch.equal(t[b : b + 1], alone) for t, alone in zip(whole, run(slice(b, b + 1))))
-        if mask:
-            assert all(torch.equal(a, b) for a, b in zip(run(slice(None), True), run(slice(None), True)))
+    whole = run(slice(None))
+    for b in range(5):
+        assert all(torch.equal(t[b : b + 1], alone) for t, alone in zip(whole, run(slice(b, b + 1))))
+    if mask:
+        assert all(torch.equal(a, b) for a, b in zip(run(slice(None), True), run(slice(None), True)))
 
 
 def test_attention_and_sdpa_serve_it():
