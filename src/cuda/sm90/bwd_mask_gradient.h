@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../../mask_plan.h"
+#include "bwd_mask_share.h"
 #include "bwd_tiles.h"
 
 namespace flashsdpa {
@@ -75,9 +76,8 @@ extern const BwdMaskInstance kBwdMaskD64, kBwdMaskD128, kBwdMaskD256;
 extern const BwdMaskInstance kBwdMaskTermsD64, kBwdMaskTermsD128, kBwdMaskTermsD256;  // with terms
 
 // How the work on a problem with an additive mask is shared out among so many processors.
-struct BwdMaskPlan {
+struct BwdMaskPlan : BwdMaskShare {
   const BwdMaskInstance* instance;
-  int64_t tiles, parts, tiles_m, tiles_n, batches, heads, blocks_m, blocks_n;  // BwdMaskArgs
   int64_t scratch_bytes;
 };
 BwdMaskPlan bwd_plan_mask(const Problem& p, int processors);

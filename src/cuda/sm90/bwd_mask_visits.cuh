@@ -66,7 +66,8 @@ struct BwdMaskPlace {
 };
 
 // The first visit of a tile. Along an axis in which the mask has size 1 it is 0, which is the mask's own place too.
-__device__ inline BwdMaskPlace bwd_mask_first(const BwdMaskArgs& args, int tile) {
+template <typename Args>
+__device__ inline BwdMaskPlace bwd_mask_first(const Args& args, int tile) {
   const int n = tile % args.tiles_n, rest = tile / args.tiles_n, plane = rest / args.tiles_m;
   return {plane / args.grad_heads, plane % args.grad_heads, rest % args.tiles_m, n};
 }
@@ -74,23 +75,26 @@ __device__ inline BwdMaskPlace bwd_mask_first(const BwdMaskArgs& args, int tile)
 // Whether the plan leaves any score of a tile.
 template <typename Tile>
 __device__ inline bool bwd_mask_kept(const FwdMask& mask, const BwdMaskPlace& tile) {
-  constexpr int kRows = Tile::kBlockM / int(kGranule), kCols = Tile::kBlockN / int(kGranule);
+  constexpr int kRows = Tile::kBlockM / int(kGranule), kCols = Tile::kBlockN < kGranule ? 1 : Tile::kBlockN / int(kGranule);
+  const int col = tile.n * Tile::kBlockN / int(kGranule);
   const int32_t* plan = mask.plan + tile.batch * mask.plan_batch + tile.head * mask.plan_head;
   for (int row = tile.m * kRows; row < min(tile.m * kRows + kRows, mask.rows); ++row) {
     const int32_t* list = plan + plan_row_offset(row, mask.cols);
-    const int count = __ldg(list), before = entries_before(list + 1, count, tile.n * kCols);
-    if (before < count && (__ldg(list + 1 + before) >> 2) < tile.n * kCols + kCols) return true;
+    const int count = __ldg(list), before = entries_before(list + 1, count, col);
+    if (before < count && (__ldg(list + 1 + before) >> 2) < col + kCols) return true;
   }
   return false;
 }
 
 // A unit's walk through those of its visits that hold a score within the band; keys fastest, then queries, heads, batches.
+// Args: BwdMaskArgs, or their like for another family of kernels.
 template <typename Tile>
 struct BwdMaskWalk {
   BwdMaskPlace at;
   int64_t left;  // `at` included; 0: there is no visit
 
-  __device__ BwdMaskWalk(const BwdMaskArgs& args, int unit) : first(bwd_mask_first(args, unit % args.tiles)) {
+  template <typename Args>
+  __device__ BwdMaskWalk(const Args& args, int unit) : first(bwd_mask_first(args, unit % args.tiles)) {
     const int part = unit / args.tiles;
     int64_t visits = int64_t(args.batches) * args.heads * args.blocks_m * args.blocks_n;
     if (!bwd_mask_kept<Tile>(args.bwd.mask, first)) visits = 0;
@@ -102,7 +106,8 @@ struct BwdMaskWalk {
     at.batch = first.batch + int(from / args.heads);
     if (left > 0 && !visible(args)) advance(args);
   }
-  __device__ void advance(const BwdMaskArgs& args) {
+  template <typename Args>
+  __device__ void advance(const Args& args) {
     do {
       if (++at.n < first.n + args.blocks_n) continue;
       at.n = first.n;
@@ -117,7 +122,8 @@ struct BwdMaskWalk {
  private:
   BwdMaskPlace first;
 
-  __device__ bool visible(const BwdMaskArgs& args) const {
+  template <typename Args>
+  __device__ bool visible(const Args& args) const {
     const int query = at.m * Tile::kBlockM, key = at.n * Tile::kBlockN;
     const int end_query = min(query + Tile::kBlockM, args.bwd.seq_q), end_key = min(key + Tile::kBlockN, args.bwd.seq_k);
     return key <= end_query - 1 + args.bwd.band_hi && end_key - 1 >= query + args.bwd.band_lo;

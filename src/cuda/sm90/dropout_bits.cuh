@@ -1,5 +1,6 @@
 // Dropout's decisions (../../dropout.h) for a block of scores in the accumulator layout of wgmma (see fwd_softmax.cuh), for
 // both arrangements: bit i % 32 of word i / 32 is set where the lane's accumulator i is kept. To be drawn while products run.
+// kGroups: of 8 accumulators, 16 columns, in a word; a block narrower than 64 columns has fewer than 4.
 #pragma once
 
 #include "../../dropout.h"
@@ -53,14 +54,14 @@ class DropoutStreamIn {
 
   // Rows are queries, columns keys. The lane's first of each: `query` of a row whose bit 3 is 0, `key` of 2 * (lane % 4) in a
   // block that begins with a multiple of 16.
-  template <int kWords>
+  template <int kGroups = 4, int kWords>
   __device__ void draw_by_queries(int query, int key, uint32_t (&bits)[kWords]) const {
     const uint32_t query_block = dropout_query_block(query), key_block = dropout_key_block(key);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       uint32_t kept = 0;
 #pragma unroll 1
-      for (int group = 2; group >= 0; group -= 2) {  // of 16 keys: accumulators 8 * group and on, from the last on
+      for (int group = kGroups - 2; group >= 0; group -= 2) {  // of 16 keys: accumulators 8 * group and on, from the last on
         const uint32_t key_blocks[2] = {key_block + (4 * word + group) * 4, key_block + (4 * word + group + 1) * 4};
         const uint32_t query_blocks[2] = {query_block, query_block};
         uint32_t drawn[2][4];
@@ -75,7 +76,7 @@ class DropoutStreamIn {
   // Rows are keys, columns queries: `key` of a row whose bit 3 is 0, `query` of 2 * (lane % 4) in a block that begins with a
   // multiple of 16. Of 16 queries a lane has 4, with two keys, k and k + 8: half of what two calls decide. The other half is of
   // the lane with key k ^ 1. Each makes one of the two calls.
-  template <int kWords>
+  template <int kGroups = 4, int kWords>
   __device__ void draw_by_keys(int key, int query, uint32_t (&bits)[kWords]) const {
     const uint32_t odd = key & 1, key_block = dropout_key_block(key);
     const uint32_t query_block = dropout_query_block(query) + odd;
@@ -84,7 +85,7 @@ class DropoutStreamIn {
       // Of each call 8 bits: the even key, the odd one, both 8 keys on; and the same 8 queries on.
       uint32_t own = 0;
 #pragma unroll 1
-      for (int group = 2; group >= 0; group -= 2) {  // of 16 queries
+      for (int group = kGroups - 2; group >= 0; group -= 2) {  // of 16 queries
         const uint32_t key_blocks[2] = {key_block, key_block};
         const uint32_t query_blocks[2] = {query_block + (4 * word + group) * 8, query_block + (4 * word + group + 1) * 8};
         uint32_t drawn[2][4];

@@ -37,6 +37,7 @@ struct F32Args {
   int32_t band_lo, band_hi;  // key j for query i: i + lo <= j <= i + hi; clamped, so that sums fit 32 bits
   float scale;
   FwdMask mask;  // its plan null: no mask
+  ScoreTerms terms;  // kernels with terms; of its `scale` nothing is read, `scale` above is the caller's always
 };
 
 }  // namespace flashsdpa

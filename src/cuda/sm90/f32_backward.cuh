@@ -6,29 +6,32 @@
 //   kKeys     keys      K, V        Q, dO           dK += dS Q, dV += P dO
 //
 // Scores are own[0] * turn[0]^T, dP is own[1] * turn[1]^T. Where the sums of kKeys do not fit the registers, dK and dV are
-// two kernels.
+// two kernels. With terms (f32_terms.cuh) dS has a factor more, and dV takes weights without those that dropout took.
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"
 #include "f32_products.cuh"
+#include "f32_terms.cuh"
 #include "f32_visits.cuh"
 
 namespace flashsdpa {
 
 enum class F32Sums { kQueries, kKeys, kKeysAlone, kValuesAlone };
 
-template <int kDimClass, F32Sums kSums>
+template <int kDimClass, F32Sums kSums, bool kWithTerms = false>
 struct F32BwdTile {
+  static constexpr bool kTerms = kWithTerms;
   static constexpr int kDim = kDimClass;
   static constexpr bool kRowsAreKeys = kSums != F32Sums::kQueries;
   static constexpr bool kFirst = kSums != F32Sums::kValuesAlone;  // the sum of dS
   static constexpr bool kSecond = kSums == F32Sums::kKeys || kSums == F32Sums::kValuesAlone;  // that of P
   static constexpr int kM = 1, kWarps = kDim == 256 ? 4 : 8, kThreads = kWarps * ptx::kWarpLanes;
-  static constexpr int kWarpRows = 16 * kM, kRows = kWarps * kWarpRows, kTurn = kDim == 64 ? 64 : 32;
+  static constexpr int kWarpRows = 16 * kM, kRows = kWarps * kWarpRows, kTurn = kDim == 64 && !kTerms ? 64 : 32;
   static constexpr int kStages = kDim == 256 ? 1 : 2;
   static constexpr uint32_t kOwnBytes = kRows * kDim * 4, kTurnBytes = kTurn * kDim * 4, kStatBytes = kTurn * 4;
   static constexpr uint32_t kStageBytes = 2 * kTurnBytes + 3 * kStatBytes;
-  static constexpr uint32_t kSharedBytes = 2 * kOwnBytes + kStages * kStageBytes + kF32Align;
+  using Terms = F32Terms<kRowsAreKeys, kM, kTurn, kTerms>;
+  static constexpr uint32_t kSharedBytes = 2 * kOwnBytes + kStages * kStageBytes + kWarps * Terms::kWarpBytes + kF32Align;
   static_assert(int(kGranule) % kWarpRows == 0);
 };
 
@@ -42,6 +45,7 @@ template <typename Tile, bool kExact>
 class F32Backward {
   static constexpr bool kRowsAreKeys = Tile::kRowsAreKeys;
   static constexpr int kDim = Tile::kDim, kM = Tile::kM, kN = Tile::kTurn;
+  using Terms = typename Tile::Terms;
 
  public:
   __device__ F32Backward(const F32Args& args, uint32_t shared)
@@ -52,6 +56,7 @@ class F32Backward {
     const int kv = head / args_.group;
     const int64_t rows_before = (int64_t{batch} * args_.heads_q + head) * args_.seq_q;
     const F32Scores<kRowsAreKeys, kM, kN> scores(batch, head, first, warp_, lane_);
+    const Terms terms(args_, scores, turn(Tile::kStages) + warp_ * Terms::kWarpBytes);
     F32Tiles<kRowsAreKeys, Tile::kRows, kN> tiles(args_, batch, head, first);
 
     const auto load_turn = [&](int stage, int at) {
@@ -75,7 +80,7 @@ class F32Backward {
       const int at = tiles.at, classes = tiles.classes, here = stage;
       tiles.advance();
       if (Tile::kStages > 1 && tiles.more()) load_turn(stage ^= 1, tiles.at);
-      take(scores, turn(here), at, classes);
+      take(scores, terms, turn(here), at, classes);
       if (Tile::kStages == 1) {
         __syncthreads();
         if (tiles.more()) load_turn(stage, tiles.at);
@@ -92,7 +97,8 @@ class F32Backward {
       f32_store<kDim>(target, f32_plane(target, batch, head), first_, row, lane_, [&](int, int) { return args_.scale; });
     }
     if constexpr (Tile::kSecond) {
-      f32_store<kDim>(args_.dv, f32_plane(args_.dv, batch, head), second_, row, lane_, [](int, int) { return 1.f; });
+      f32_store<kDim>(args_.dv, f32_plane(args_.dv, batch, head), second_, row, lane_,
+                     [&](int, int) { return Tile::kTerms ? args_.terms.rescale : 1.f; });
     }
   }
 
@@ -122,12 +128,17 @@ class F32Backward {
     }
   }
 
-  __device__ void take(const F32Scores<kRowsAreKeys, kM, kN>& scores, uint32_t tile, int at, int classes) {
+  __device__ void take(const F32Scores<kRowsAreKeys, kM, kN>& scores, const Terms& terms, uint32_t tile, int at, int classes) {
     const uint32_t own = shared_ + warp_ * Tile::kWarpRows * kDim * 4, second = tile + Tile::kTurnBytes;
     const uint32_t stats = tile + 2 * Tile::kTurnBytes + lane_ % 4 * 8;
     float p[kM][kN / 8][4] = {};
     f32_scores<kExact, !kRowsAreKeys, kDim, kM, kN>(p, own, tile, args_.k.columns, lane_);
-    scores.apply(args_, p, at, classes);
+    float w[kM][kN / 8][4];  // with terms: what the cap lets pass, then dV's weights, when p is dS's
+    if constexpr (Tile::kTerms) {
+      terms.apply(args_, scores, p, at, classes, [&](int n, int i, float factor) { w[0][n][i] = factor; });
+    } else {
+      scores.apply(args_, p, at, classes);
+    }
 #pragma unroll
     for (int n = 0; n < kN / 8; ++n) {
       float lse[2], shift[2];
@@ -142,7 +153,22 @@ class F32Backward {
         weight = kRowsAreKeys ? f32_weight(weight, lse[query], shift[query]) : f32_weight(weight, lse_[row], shift_[row]);
       }
     }
-    if constexpr (Tile::kSecond) f32_add_product<kExact, kDim, kM, kN>(second_, p, second, args_.v.columns, lane_);
+    uint32_t kept = ~0u;
+    if constexpr (Tile::kTerms) {
+      kept = terms.draw(args_, scores, at);
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float weight = p[0][n][i];
+          p[0][n][i] = weight * w[0][n][i];
+          w[0][n][i] = Terms::keeps(kept, n, i) ? weight : 0.f;
+        }
+      }
+    }
+    if constexpr (Tile::kSecond) {
+      f32_add_product<kExact, kDim, kM, kN>(second_, Tile::kTerms ? w : p, second, args_.v.columns, lane_);
+    }
     if constexpr (Tile::kFirst) {
       float d[kM][kN / 8][4] = {};
       f32_scores<kExact, !kRowsAreKeys, kDim, kM, kN>(d, own + Tile::kOwnBytes, second, args_.v.columns, lane_);
@@ -152,7 +178,9 @@ class F32Backward {
         if constexpr (kRowsAreKeys) ptx::load_shared_floats(stats + Tile::kStatBytes + 32 * n, delta[0], delta[1]);
 #pragma unroll
         for (int i = 0; i < 4 * kM; ++i) {
-          p[i / 4][n][i % 4] *= d[i / 4][n][i % 4] - (kRowsAreKeys ? delta[i % 2] : delta_[i / 2]);
+          float& slope = d[i / 4][n][i % 4];
+          if constexpr (Tile::kTerms) slope = Terms::keeps(kept, n, i) ? slope * args_.terms.rescale : 0.f;
+          p[i / 4][n][i % 4] *= slope - (kRowsAreKeys ? delta[i % 2] : delta_[i / 2]);
         }
       }
       f32_add_product<kExact, kDim, kM, kN>(first_, p, tile, args_.k.columns, lane_);
@@ -167,10 +195,10 @@ class F32Backward {
   float lse_[2 * kM], delta_[2 * kM], shift_[2 * kM];  // of rows that are queries
 };
 
-template <int kDim, F32Sums kSums, bool kExact>
-__global__ void __launch_bounds__(F32BwdTile<kDim, kSums>::kThreads, 1)
+template <int kDim, F32Sums kSums, bool kExact, bool kTerms>
+__global__ void __launch_bounds__((F32BwdTile<kDim, kSums, kTerms>::kThreads), 1)
     flashsdpa_bwd_f32_sm90(const __grid_constant__ F32Args args) {
-  using Tile = F32BwdTile<kDim, kSums>;
+  using Tile = F32BwdTile<kDim, kSums, kTerms>;
   extern __shared__ uint8_t memory[];
   F32Backward<Tile, kExact> backward(args, f32_align(ptx::shared_address(memory)));
   const int heads = Tile::kRowsAreKeys ? args.heads_kv : args.heads_q;

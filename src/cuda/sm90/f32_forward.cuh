@@ -8,19 +8,22 @@
 
 #include "../../ptx/mbarrier.cuh"
 #include "f32_products.cuh"
+#include "f32_terms.cuh"
 #include "f32_visits.cuh"
 
 namespace flashsdpa {
 
-template <int kDimClass>
+template <int kDimClass, bool kWithTerms = false>
 struct F32FwdTile {
+  static constexpr bool kTerms = kWithTerms;
   static constexpr int kDim = kDimClass;
   static constexpr int kM = 1;  // blocks of 16 queries of a warp
   static constexpr int kWarps = kDim == 256 ? 8 : 4, kThreads = kWarps * ptx::kWarpLanes;
   static constexpr int kBlocks = kDim == 256 ? 1 : 2;  // that share a processor
   static constexpr int kWarpRows = 16 * kM, kBlockM = kWarps * kWarpRows, kBlockN = kDim == 256 ? 32 : 64;
   static constexpr uint32_t kQBytes = kBlockM * kDim * 4, kKBytes = kBlockN * kDim * 4;
-  static constexpr uint32_t kSharedBytes = kQBytes + 2 * kKBytes + kF32Align;
+  using Terms = F32Terms<false, kM, kBlockN, kTerms>;
+  static constexpr uint32_t kSharedBytes = kQBytes + 2 * kKBytes + kWarps * Terms::kWarpBytes + kF32Align;
   static_assert(int(kGranule) % kWarpRows == 0);
 };
 
@@ -69,16 +72,24 @@ struct F32Softmax {
     return __any_sync(0xffffffffu, raised);
   }
 
+  // A logit more in a row whose sum is reduced. Returns the factor for what was summed before.
+  __device__ float add(int m, int r, float logit) {
+    const float most = fmaxf(top[m][r], logit), below = reference(most), factor = exponential(top[m][r], below);
+    sum[m][r] = fmaf(sum[m][r], factor, exponential(logit, below));
+    top[m][r] = most;
+    return factor;
+  }
+
   __device__ static float exponential(float score, float below) {
     constexpr float kLog2e = 1.4426950408889634f;
     return ptx::exp2_fast(ptx::subtract(score, below) * kLog2e);
   }
 };
 
-template <int kDim, bool kExact>
-__global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::kBlocks)
+template <int kDim, bool kExact, bool kTerms>
+__global__ void __launch_bounds__((F32FwdTile<kDim, kTerms>::kThreads), (F32FwdTile<kDim, kTerms>::kBlocks))
     flashsdpa_fwd_f32_sm90(const __grid_constant__ F32Args args) {
-  using Tile = F32FwdTile<kDim>;
+  using Tile = F32FwdTile<kDim, kTerms>;
   constexpr int kM = Tile::kM, kN = Tile::kBlockN;
   extern __shared__ uint8_t memory[];
   const uint32_t q_tile = f32_align(ptx::shared_address(memory));
@@ -99,6 +110,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
   const int row = first + warp * Tile::kWarpRows;
   const F32Scores<false, kM, kN> scores(batch, head, first, warp, lane);
+  const typename Tile::Terms terms(args, scores, v_tile + Tile::kKBytes + warp * Tile::Terms::kWarpBytes);
   F32Softmax<kM> softmax;
   float o[kM][kDim / 8][4] = {};
   while (tiles.more()) {
@@ -109,7 +121,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
     ptx::copy_async_commit();
     float s[kM][kN / 8][4] = {};
     f32_scores<kExact, true, kDim, kM, kN>(s, q_tile + warp * Tile::kWarpRows * kDim * 4, k_tile, args.k.columns, lane);
-    scores.apply(args, s, column, classes);
+    terms.apply(args, scores, s, column, classes);
     float factor[kM][2];
     if (softmax.take(s, factor)) {
 #pragma unroll
@@ -121,6 +133,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
         }
       }
     }
+    terms.drop(args, scores, s, column);
     ptx::copy_async_wait_for_all_but<0>();
     __syncthreads();  // V is there, and K read
     tiles.advance();
@@ -130,6 +143,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
   }
   ptx::copy_async_wait_for_all_but<0>();
 
+  float left[kM][2];  // of the output, by sinks; times what dropout's rest is worth
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -138,6 +152,12 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       softmax.sum[m][r] = sum;
+      left[m][r] = 1.f;
+      if constexpr (kTerms) {
+        left[m][r] = args.terms.rescale;
+        if (args.terms.sinks.data) left[m][r] *= softmax.add(m, r, value_of_head(args.terms.sinks, batch, head));
+        sum = softmax.sum[m][r];
+      }
       const int query = row + 16 * m + 8 * r + lane / 4;
       if (lane % 4 == 0 && query < args.seq_q) {
         // Of a row without keys -inf, of one with a NaN NaN.
@@ -146,7 +166,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads, F32FwdTile<kDim>::
     }
   }
   f32_store<kDim>(args.out, f32_plane(args.out, batch, head), o, row, lane,
-                  [&](int m, int r) { return softmax.sum[m][r] == 0.f ? 0.f : 1.f / softmax.sum[m][r]; });
+                  [&](int m, int r) { return softmax.sum[m][r] == 0.f ? 0.f : 1.f / softmax.sum[m][r] * left[m][r]; });
 }
 
 }  // namespace flashsdpa

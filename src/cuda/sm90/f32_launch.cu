@@ -2,14 +2,16 @@
 #include <algorithm>
 
 #include "../launchers.h"
+#include "bwd_instances.h"
 #include "f32_instances.h"
 #include "tensors.h"
 
 namespace flashsdpa {
 namespace {
 
-const F32Instance& instance_for(const Problem& p) {
+const F32Instance& instance_for(const Problem& p, bool terms) {
   const int64_t dim = std::max(p.dim, p.dim_v);
+  if (terms) return dim <= 64 ? kF32TermsD64 : dim <= 128 ? kF32TermsD128 : kF32TermsD256;
   return dim <= 64 ? kF32D64 : dim <= 128 ? kF32D128 : kF32D256;
 }
 
@@ -36,6 +38,7 @@ F32Args make_args(const Problem& p, const ConstView& q, const ConstView& k, cons
   args.band_hi = static_cast<int32_t>(std::clamp(p.band.hi, -p.seq_q, p.seq_k));
   args.scale = static_cast<float>(p.scale);
   if (has_mask(p)) args.mask = make_mask(p);
+  args.terms = make_score_terms(p);
   return args;
 }
 
@@ -69,43 +72,55 @@ const char* launch_forward_f32_sm90(const void* params, const Launch& launch) {
   F32Args args = make_args(p, f.q, f.k, f.v);
   args.out = reach_f32(f.out.data, f.out.stride, p.seq_q, p.dim_v);
   args.lse = static_cast<float*>(f.lse);
-  return run(instance_for(p).forward, args, p.seq_q, p.batch * p.heads_q, p.allow_tf32, device, launch);
+  return run(instance_for(p, has_score_terms(p)).forward, args, p.seq_q, p.batch * p.heads_q, p.allow_tf32, device, launch);
 }
 
 void describe_forward_f32_sm90(const void* params, KernelDetail* detail) {
   const ForwardParams& f = *static_cast<const ForwardParams*>(params);
-  const F32Kernel& kernel = instance_for(f.problem).forward;
+  const F32Kernel& kernel = instance_for(f.problem, has_score_terms(f.problem)).forward;
   *detail = {kernel.block_m, kernel.block_n, 1, f.problem.allow_tf32 ? "last rows first; TF32, as torch allows its matmul"
                                                                      : "last rows first; float32 from three TF32 products",
              {false, false, false, false}, 1, 1};
 }
 
 int64_t scratch_backward_f32_sm90(const void* params) {
-  return 3 * stat_rows(static_cast<const BackwardParams*>(params)->problem) * int64_t{sizeof(float)};
+  const BackwardParams& b = *static_cast<const BackwardParams*>(params);
+  CurrentDevice device;
+  if (find_sm90_device(&device)) device.processors = 0;  // the launch will say why not
+  return (3 * stat_rows(b.problem) + f32_mask_scratch(b, device.processors)) * int64_t{sizeof(float)};
 }
 
 const char* launch_backward_f32_sm90(const void* params, const Launch& launch) {
   const BackwardParams& b = *static_cast<const BackwardParams*>(params);
   const Problem& p = b.problem;
-  if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.seq_k == 0) return nullptr;
+  const bool no_rows = p.batch == 0 || p.heads_q == 0 || p.seq_q == 0;
+  if (no_rows || (p.seq_k == 0 && !b.dsinks)) return nullptr;  // no gradient, or only zeros
   CurrentDevice device;
   if (const char* reason = refuse(p, &device)) return reason;
   F32Args args = make_args(p, b.q, b.k, b.v);
   args.out = reach_f32(b.out.data, b.out.stride, p.seq_q, p.dim_v);
   args.grad_out = reach_f32(b.grad_out.data, b.grad_out.stride, p.seq_q, p.dim_v);
-  args.dq = reach_f32(b.dq.data, b.dq.stride, p.seq_q, p.dim);
-  args.dk = reach_f32(b.dk.data, b.dk.stride, p.seq_k, p.dim);
-  args.dv = reach_f32(b.dv.data, b.dv.stride, p.seq_k, p.dim_v);
+  const bool wants_inputs = b.dq.data != nullptr;
+  if (wants_inputs) {
+    args.dq = reach_f32(b.dq.data, b.dq.stride, p.seq_q, p.dim);
+    args.dk = reach_f32(b.dk.data, b.dk.stride, p.seq_k, p.dim);
+    args.dv = reach_f32(b.dv.data, b.dv.stride, p.seq_k, p.dim_v);
+  }
   args.stats.lse = static_cast<float*>(b.scratch);
   args.stats.delta = args.stats.lse + stat_rows(p);
   args.stats.shift = args.stats.delta + stat_rows(p);
   args.given_lse = static_cast<const float*>(b.lse);
   args.grad_lse = static_cast<const float*>(b.grad_lse);
-  const F32Instance& instance = instance_for(p);
+  const F32Instance& instance = instance_for(p, takes_terms(p));  // of sinks the log-sum-exp says it all
   const int64_t planes_q = p.batch * p.heads_q;
-  const char* error = run(instance.pre, args, p.seq_q, planes_q, p.allow_tf32, device, launch);
-  if (!error) error = run(instance.queries, args, p.seq_q, planes_q, p.allow_tf32, device, launch);
-  return error ? error : run(instance.keys, args, p.seq_k, p.batch * p.heads_kv, p.allow_tf32, device, launch);
+  const char* error = run(instance_for(p, has_score_terms(p)).pre, args, p.seq_q, planes_q, p.allow_tf32, device, launch);
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  if (!error && b.dsinks) error = f32_run_sinks(args, b.dsinks, p.batch, stream);
+  if (!error && b.dmask) error = f32_run_mask(b, args, args.stats.shift + stat_rows(p), device, stream);
+  if (error || !wants_inputs) return error;
+  error = run(instance.queries, args, p.seq_q, planes_q, p.allow_tf32, device, launch);
+  if (error || p.seq_k == 0) return error;
+  return run(instance.keys, args, p.seq_k, p.batch * p.heads_kv, p.allow_tf32, device, launch);
 }
 
 }  // namespace flashsdpa

@@ -37,10 +37,10 @@ __device__ inline bool f32_pre_rows(const F32Args& args, int batch, int head, in
   return __any_sync(0xffffffffu, coarse);
 }
 
-template <int kDim, bool kExact>
-__global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads)
+template <int kDim, bool kExact, bool kTerms>
+__global__ void __launch_bounds__((F32FwdTile<kDim, kTerms>::kThreads))
     flashsdpa_bwd_pre_f32_sm90(const __grid_constant__ F32Args args) {
-  using Tile = F32FwdTile<kDim>;
+  using Tile = F32FwdTile<kDim, kTerms>;
   constexpr int kM = Tile::kM, kN = Tile::kBlockN;
   const int block = int(blockIdx.x / uint32_t(args.planes)), plane = int(blockIdx.x % uint32_t(args.planes));
   const int batch = plane / args.heads_q, head = plane % args.heads_q, first = block * Tile::kBlockM;
@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads)
   const int warp = int(threadIdx.x) / ptx::kWarpLanes, lane = int(threadIdx.x) % ptx::kWarpLanes;
   const int row = first + warp * Tile::kWarpRows;
   const F32Scores<false, kM, kN> scores(batch, head, first, warp, lane);
+  const typename Tile::Terms terms(args, scores, k_tile + Tile::kKBytes + warp * Tile::Terms::kWarpBytes);
   const float* lse = args.given_lse;
   const auto query = [&](int r) { return row + 8 * r + lane / 4; };
   const auto at = [&](int r) { return int64_t{plane} * args.seq_q + min(query(r), args.seq_q - 1); };
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads)
     __syncthreads();
     float s[kM][kN / 8][4] = {};
     f32_scores<kExact, true, kDim, kM, kN>(s, q_tile + warp * Tile::kWarpRows * kDim * 4, k_tile, args.k.columns, lane);
-    scores.apply(args, s, tiles.at, tiles.classes);
+    terms.apply(args, scores, s, tiles.at, tiles.classes);
 #pragma unroll
     for (int r = 0; r < 2 * kM; ++r) {
       const float value = lse[at(r)];
@@ -81,6 +82,9 @@ __global__ void __launch_bounds__(F32FwdTile<kDim>::kThreads)
   for (int r = 0; r < 2 * kM; ++r) {
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+    if constexpr (kTerms) {
+      if (args.terms.sinks.data) sum[r] += f32_weight(value_of_head(args.terms.sinks, batch, head), lse[at(r)], 0.f);
+    }
     const bool coarse = fabsf(lse[at(r)]) > kF32Coarse && sum[r] > 0.f;
     if (coarse && lane % 4 == 0 && query(r) < args.seq_q) args.stats.shift[at(r)] = log2f(sum[r]);
   }

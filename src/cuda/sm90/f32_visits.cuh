@@ -142,6 +142,12 @@ struct F32Scores {
   __device__ void apply(const F32Args& args, float (&s)[kM][kN / 8][4], int column, int classes) const {
     const auto itself = [](int query) { return query; };
     for_each(s, column, itself, [&](float& score, int, int) { score = ptx::multiply(score, args.scale); });
+    remove(args, s, column, classes);
+  }
+
+  // What mask and band make of scores that are scaled.
+  __device__ void remove(const F32Args& args, float (&s)[kM][kN / 8][4], int column, int classes) const {
+    const auto itself = [](int query) { return query; };
     const int kind = classes >> 2 * own & 3;
     if (kind == kMixed || kind == kBits) {
       apply_mask(args.mask, s, column, kind == kMixed && args.mask.values);
