@@ -17,7 +17,8 @@ namespace flashsdpa {
 
 // kPieceColumns: of this consumer's piece of dQ.
 template <typename Tile, bool kBFloat16, int kPieceColumns>
-__device__ inline void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<Tile>& shared, int key, int thread) {
+// Inlined whatever its size: the products of a function that is called are serialised.
+__device__ __forceinline__ void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<Tile>& shared, int key, int thread) {
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kConsumers = Tile::kConsumers;
   constexpr int kConsumerThreads = kConsumers * ptx::kWarpgroupThreads;
   // Pieces of dQ: of 64 queries each if the block has as many as consumers, else of 64 columns each.
