@@ -53,21 +53,29 @@ class DropoutStreamIn {
   }
 
   // Rows are queries, columns keys. The lane's first of each: `query` of a row whose bit 3 is 0, `key` of 2 * (lane % 4) in a
-  // block that begins with a multiple of 16.
-  template <int kGroups = 4, int kWords>
+  // block that begins with a multiple of 16. kCalls of Philox go side by side: the more, the less one waits for another.
+  template <int kGroups = 4, int kCalls = 2, int kWords>
   __device__ void draw_by_queries(int query, int key, uint32_t (&bits)[kWords]) const {
     const uint32_t query_block = dropout_query_block(query), key_block = dropout_key_block(key);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       uint32_t kept = 0;
 #pragma unroll 1
-      for (int group = kGroups - 2; group >= 0; group -= 2) {  // of 16 keys: accumulators 8 * group and on, from the last on
-        const uint32_t key_blocks[2] = {key_block + (4 * word + group) * 4, key_block + (4 * word + group + 1) * 4};
-        const uint32_t query_blocks[2] = {query_block, query_block};
-        uint32_t drawn[2][4];
+      for (int group = kGroups - kCalls; group >= 0; group -= kCalls) {  // of 16 keys: accumulators 8 * group and on, from the last on
+        uint32_t key_blocks[kCalls], query_blocks[kCalls], drawn[kCalls][4];
+#pragma unroll
+        for (int c = 0; c < kCalls; ++c) {
+          key_blocks[c] = key_block + (4 * word + group + c) * 4;
+          query_blocks[c] = query_block;
+        }
         draw(key_blocks, query_blocks, drawn);
 #pragma unroll
-        for (int i = 15; i >= 0; --i) append(kept, drawn[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
+        for (int c = kCalls - 2; c >= 0; c -= 2) {
+          uint32_t pair = 0;  // a chain of its own
+#pragma unroll
+          for (int i = 15; i >= 0; --i) append(pair, drawn[c + i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
+          kept = kept << 16 | pair;
+        }
       }
       bits[word] = kept;
     }
@@ -103,12 +111,18 @@ class DropoutStreamIn {
   }
 
  private:
-  // Two calls, whose latencies hide each other.
-  __device__ void draw(const uint32_t (&key_blocks)[2], const uint32_t (&query_blocks)[2], uint32_t (&words)[2][4]) const {
+  template <int kCalls>
+  __device__ void draw(const uint32_t (&key_blocks)[kCalls], const uint32_t (&query_blocks)[kCalls],
+                       uint32_t (&words)[kCalls][4]) const {
     uint2 keys = place_.pair(0);
     const uint2 high = place_.pair(1);
-    uint64_t counters[2][4] = {{key_blocks[0], query_blocks[0], high.x, high.y},
-                               {key_blocks[1], query_blocks[1], high.x, high.y}};
+    uint64_t counters[kCalls][4];
+#pragma unroll
+    for (int c = 0; c < kCalls; ++c) {
+      const uint64_t counter[4] = {key_blocks[c], query_blocks[c], high.x, high.y};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) counters[c][i] = counter[i];
+    }
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
       for (auto& counter : counters) philox_round(counter, uint64_t(keys.x), uint64_t(keys.y), PhiloxProduct());
@@ -116,7 +130,7 @@ class DropoutStreamIn {
       keys.y += kPhiloxStep1;
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) words[i / 4][i % 4] = uint32_t(counters[i / 4][i % 4]);
+    for (int i = 0; i < 4 * kCalls; ++i) words[i / 4][i % 4] = uint32_t(counters[i / 4][i % 4]);
   }
 
   // Shifts in, from below, whether the half of `word` is less than kept_: the sign of their difference, in two instructions.

@@ -118,13 +118,20 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
       mask_before(s, first);
     }
   };
-  // Which weights of the block stay, while its scores are under way.
-  const auto draw = [&] { terms.draw(args, range.row + lane_row, n * kBlockN + 2 * (lane % 4)); };
-  const auto keep = [&](int i, float weight) { return terms.keep(i, weight); };
-  // With terms there are no registers to keep what follows from it for the end of a tile.
+  // With terms there are no registers to keep what follows from it.
   const auto thread_again = [&] {
     return Tile::kTerms ? int(ptx::anew(uint32_t(threadIdx.x))) % ptx::kWarpgroupThreads : thread;
   };
+  // Which weights of the block stay. Before its products, by all consumers at once, while none of theirs are under way: a product of
+  // two words takes three times as long beside the tensor cores, and holds these up too (NOTES_TERMS.md).
+  const auto draw = [&] {
+    if constexpr (Tile::kTerms) {
+      if (args.terms.seed) ptx::barrier_sync(int(FwdBarrier::kDraw), Tile::kConsumers * ptx::kWarpgroupThreads);
+    }
+    const int again = thread_again();
+    terms.draw(args, range.row + again / ptx::kWarpLanes * 16 + again % ptx::kWarpLanes / 4, n * kBlockN + 2 * (again % 4));
+  };
+  const auto keep = [&](int i, float weight) { return terms.keep(i, weight); };
   const auto next_tile = [&] {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
     const FwdWork next = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));
@@ -166,9 +173,9 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
     q_phase ^= 1;
     wait_for_key();
     if (!Tile::kTakeUnderProducts) take_block();
+    draw();
     issue_scores();
     if (Tile::kTakeUnderProducts) take_block();
-    draw();
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(s);
     free_scores();
@@ -184,13 +191,13 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
     for (--n; block_mask.more(n, range.first); --n) {
       wait_for_key();
       if (!Tile::kTakeUnderProducts) take_block();
+      draw();
       turn.wait();
       issue_scores();
       wait_for_value();
       issue_output();
       turn.pass();
       if (Tile::kTakeUnderProducts) take_block();
-      draw();
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       free_scores();

@@ -13,7 +13,7 @@
 
 namespace flashsdpa {
 
-enum class FwdBarrier : int { kBlock = 0, kProducer = 1, kTurn = 2 /* + consumer */, kOut = 5 /* + consumer */ };
+enum class FwdBarrier : int { kBlock = 0, kProducer = 1, kTurn = 2 /* + consumer */, kOut = 5 /* + consumer */, kDraw = 8 };
 
 // Where element (row, 8 * chunk) of a tile of `kRows` rows lies: boxes of 64 columns, and in each row of 128 bytes the
 // 16-byte chunks permuted by the row.

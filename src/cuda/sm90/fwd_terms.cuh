@@ -38,10 +38,10 @@ struct TileTerms<Tile, true> {
     head = work.head;
     if (args.terms.seed) stream = DropoutStreamIn<StreamInShared>(args.terms, batch, head, lane, {memory});
   }
-  // Under the products of the block: which of its weights stay. The lane's first query and key.
+  // Which weights of the block stay. The lane's first query and key.
   __device__ void draw(const FwdArgs& args, int query, int key) {
     if (args.terms.seed) {
-      stream.draw_by_queries(query, key, kept);
+      stream.template draw_by_queries<4, 4>(query, key, kept);
     } else {
 #pragma unroll
       for (uint32_t& word : kept) word = 0xffffffffu;
