@@ -122,14 +122,14 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
   const auto thread_again = [&] {
     return Tile::kTerms ? int(ptx::anew(uint32_t(threadIdx.x))) % ptx::kWarpgroupThreads : thread;
   };
-  // Which weights of the block stay. Before its products, by all consumers at once, while none of theirs are under way: a product of
-  // two words takes three times as long beside the tensor cores, and holds these up too (NOTES_TERMS.md).
+  // Which weights of the block to come stay: drawn before its products, by all consumers at once, while none of theirs are under way.
+  // A product of two words takes three times as long beside the tensor cores, and holds these up too (NOTES_TERMS.md).
   const auto draw = [&] {
     if constexpr (Tile::kTerms) {
       if (args.terms.seed) ptx::barrier_sync(int(FwdBarrier::kDraw), Tile::kConsumers * ptx::kWarpgroupThreads);
+      const int again = thread_again(), its_lane = again % ptx::kWarpLanes;
+      terms.draw(args, range.row + again / ptx::kWarpLanes * 16 + its_lane / 4, block_mask.to_come() * kBlockN + 2 * (its_lane % 4));
     }
-    const int again = thread_again();
-    terms.draw(args, range.row + again / ptx::kWarpLanes * 16 + again % ptx::kWarpLanes / 4, n * kBlockN + 2 * (again % 4));
   };
   const auto keep = [&](int i, float weight) { return terms.keep(i, weight); };
   const auto next_tile = [&] {
@@ -172,8 +172,8 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
     q_phase ^= 1;
     wait_for_key();
-    if (!Tile::kTakeUnderProducts) take_block();
     draw();
+    if (!Tile::kTakeUnderProducts) take_block();
     issue_scores();
     if (Tile::kTakeUnderProducts) take_block();
     ptx::wgmma_wait<0>();
@@ -190,8 +190,8 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
 #pragma unroll 1
     for (--n; block_mask.more(n, range.first); --n) {
       wait_for_key();
-      if (!Tile::kTakeUnderProducts) take_block();
       draw();
+      if (!Tile::kTakeUnderProducts) take_block();
       turn.wait();
       issue_scores();
       wait_for_value();

@@ -245,6 +245,7 @@ struct BlockMask<Tile, true> {
     __syncwarp();
   }
   __device__ bool more(int, int) const { return !FwdBlock::from(next).none(); }
+  __device__ int to_come() const { return FwdBlock::from(next).n; }
 
   template <bool kBFloat16, int kCount>
   __device__ void apply(const FwdArgs& args, float (&s)[kCount]) const {
