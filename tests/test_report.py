@@ -79,6 +79,7 @@ def test_explain_tells_whether_the_mask_is_planned(length):
         F.scaled_dot_product_attention(*inputs, mask)
     planned = any("mask_plan" in name for name in kernels)
     assert planned == (length > 64) == (not told.startswith("none"))
+    assert explain(*(t.to("meta") for t in inputs), mask.to("meta"), backend="flashsdpa").config["mask_plan"] == told
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])

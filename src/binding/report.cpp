@@ -95,8 +95,9 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
     if (const auto* backward = backward_entry(call)) config.emplace_back("backward", backward->name);
   if (given(call.options.attn_mask)) {
     config.emplace_back("mask", mask_text(call.options.attn_mask));
-    const bool planned = worth_planning(call.query, call.key, *call.options.attn_mask) || needs_plan(entry, call);
-    const auto shape = plan_shape<c10::SymInt>(call.options.attn_mask->sym_sizes());
+    const Tensor& mask = *call.options.attn_mask;
+    const bool planned = worth_planning(call.query, call.key, mask, call.device) || needs_plan(entry, call);
+    const auto shape = plan_shape<c10::SymInt>(mask.sym_sizes());
     config.emplace_back("mask_plan", planned ? shape_text(shape) + " int32, granules of 64 x 64"
                                              : "none, as there is one granule: the mask is read as it is");
   }
