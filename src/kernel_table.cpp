@@ -59,7 +59,7 @@ constexpr KernelEntry kTable[] = {
      launch_backward_sm90, nullptr, scratch_backward_sm90, backward_needs_plan_sm90},
     {"flashsdpa_fwd_f32_sm90", "src/cuda/sm90/f32_forward.cuh", Pass::kForward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
      kForwardFeatures, 256, 64, 64,
-     "mma.sync on TF32, three products for float32 or one where torch allows it, two blocks a processor",
+     "mma.sync on TF32, three products for float32 or one where torch allows it, up to two blocks a processor",
      launch_forward_f32_sm90, describe_forward_f32_sm90, nullptr, always},
     {"flashsdpa_bwd_f32_sm90", "src/cuda/sm90/f32_backward.cuh", Pass::kBackward, Device::kCuda, Isa::kSm90, bit(DType::kFloat32),
      kBackwardFeatures, 256, 128, 64,

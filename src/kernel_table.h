@@ -39,10 +39,12 @@ struct Launch {
 struct KernelDetail {
   int32_t block_m, block_n, stages;  // queries and keys of a tile, stages of K and of V; 0 stages: all there is at once
   const char* order;  // in which its tiles are visited
+  bool uses_tma;      // where alignment and strides allow it
   bool tma[4];        // whether q, k, v and out go by TMA; else by ordinary loads and stores
   int32_t key_splits;    // parts of the keys that go to blocks of their own; 1: none
   int32_t packed_heads;  // query heads of a group whose rows share a tile; 1: none
-  const char* kernel = nullptr;  // what the profiler shows, where that is not the entry's name
+  const char* kernel = nullptr;    // what the profiler shows, where that is not the entry's name
+  const char* schedule = nullptr;  // one phrase, where the entry's is not that kernel's
 };
 
 struct KernelEntry {

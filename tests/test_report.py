@@ -36,22 +36,50 @@ def test_explain_tells_what_then_runs(arguments):
         assert not explanation.reasons and kernels[explanation.chosen] == 1
 
 
-def test_explain_tells_packs_and_splits_of_a_hopper_call():
-    """Without a GPU too: the plan follows from the shapes, of the usual number of processors."""
+def hopper_config(seq_q, seq_k, heads_kv=32, dim=128, mask=None, dtype=torch.bfloat16):
+    """explain's config of a call with 32 heads on a Hopper GPU; without one its plan is for the usual number of processors."""
     if not any(entry["name"] == "flashsdpa_fwd_sm90" for entry in binding().kernel_table()):
         pytest.skip("a build without CUDA kernels")
+    with FakeTensorMode():
+        q, k = (torch.empty(1, h, s, dim, dtype=dtype, device="cuda") for h, s in ((32, seq_q), (heads_kv, seq_k)))
+        mask = None if mask is None else torch.empty(mask, dtype=torch.bool, device="cuda")
+        return dict(explain(q, k, k, mask, enable_gqa=True, backend="flashsdpa").config)
 
-    def config(seq_q, seq_k, heads_kv):
-        with FakeTensorMode():
-            q, k = (torch.empty(1, h, s, 128, dtype=torch.bfloat16, device="cuda") for h, s in ((32, seq_q), (heads_kv, seq_k)))
-            with sdpa_backend("flashsdpa"):
-                return dict(explain(q, k, k, enable_gqa=True).config)
 
-    decode = config(1, 8192, 8)
+def test_explain_tells_packs_and_splits_of_a_hopper_call():
+    decode = hopper_config(1, 8192, 8)
     assert decode["packed"].startswith("4 query heads") and int(decode["key_splits"].split(",")[0]) > 8
     assert decode["block_m"] == "16"  # queries of four heads in 64 rows
-    prefill = config(4096, 4096, 8)
+    prefill = hopper_config(4096, 4096, 8)
     assert "packed" not in prefill and "key_splits" not in prefill
+    assert "TMA producer" in prefill["schedule"] and prefill["by TMA"] == "query, key, value, output"
+
+
+def test_explain_tells_the_kernel_for_short_sequences():
+    """Its own schedule; and the large one of as short a call, which has more columns."""
+    short = hopper_config(49, 49, dim=32, mask=(1, 32, 49, 49))
+    assert short["in the profiler"] == "flashsdpa_fwd_short_sm90" and "mma.sync" in short["schedule"]
+    assert not {"stages", "by TMA", "not by TMA"} & set(short) and short["mask_plan"].startswith("none")
+    wide = hopper_config(49, 49, dim=128, mask=(1, 32, 49, 49))
+    assert "in the profiler" not in wide and "TMA producer" in wide["schedule"]
+    assert wide["mask_plan"] == "(1, 32, 204) int32, granules of 64 x 64"
+
+
+def test_explain_tells_the_float32_kernel_of_a_hopper_call():
+    config = hopper_config(300, 300, dim=72, mask=(300, 300), dtype=torch.float32)
+    assert config["schedule"] == "mma.sync, three TF32 products for each of float32" and config["order"] == "last rows first"
+    assert not {"by TMA", "not by TMA"} & set(config) and config["mask_plan"].startswith("(1, 1, ")
+
+
+@pytest.mark.parametrize("length", [64, 65])
+def test_explain_tells_whether_the_mask_is_planned(length):
+    inputs, mask = make(1, 2, length, 16), torch.ones(length, length, dtype=torch.bool)
+    told = explain(*inputs, mask, backend="flashsdpa").config["mask_plan"]
+    with sdpa_backend("flashsdpa"), profiler.kernels_run() as kernels:
+        F.scaled_dot_product_attention(*inputs, mask)
+    planned = any("mask_plan" in name for name in kernels)
+    assert planned == (length > 64) == (not told.startswith("none"))
+    assert explain(*(t.to("meta") for t in inputs), mask.to("meta"), backend="flashsdpa").config["mask_plan"] == told
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])

@@ -49,6 +49,25 @@ def test_import_activates_nothing_and_is_cheap(run_python):
     )
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["imported-before", "imported-after"])
+def test_flop_counter_counts_ours_whenever_it_is_imported(run_python, before):
+    """It is not imported for it, and what is seen of its module is what would be seen without us."""
+    counter, ours = "import torch.utils.flop_counter as c", "import torch_flashsdpa as t; t.enable('flashsdpa')"
+    loaded = "import sys; assert 'torch.utils.flop_counter' not in sys.modules"
+    out = run_python(
+        "import torch\n" + "\n".join([counter, ours, counter] if before else [ours, loaded, counter]) + "\n"
+        "def count():\n"
+        "    with c.FlopCounterMode(display=False) as mode:\n"
+        "        torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3)\n"
+        "    return {str(op): n for op, n in mode.get_flop_counts()['Global'].items()}\n"
+        "import importlib, inspect\n"
+        "print(count(), len(inspect.getsource(c)) > 1000, type(c.__loader__) is type(torch.__loader__), c.__spec__.loader is c.__loader__)\n"
+        "importlib.reload(c); print(count())"
+    )
+    counted = {"flashsdpa.forward": 2 * 2 * 2 * 4 * 4 * 8}
+    assert out.splitlines() == [f"{counted} True True True", f"{counted}"]
+
+
 def test_unset_variable_costs_two_small_modules(run_python):
     """What `import torch` pays for the entry point: counted in modules, since a test must not depend on time."""
     out = run_python(

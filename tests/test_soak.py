@@ -82,6 +82,17 @@ def test_planted_leak_is_found(soak, monkeypatch):
     assert report["failed"] == 0 and report["memory growth MiB"] > 8 and not report["ok"]
 
 
+def test_gradients_that_cancel_have_their_terms_errors(soak):
+    """dV of two keys: 260 terms of both signs, whose errors come to 300 roundings of their sum."""
+    call = soak.Call(seed=1960678116, dtype="float64", mask="bias gradient", scope="flashsdpa", grad=True, batch=1, heads=2,
+                     heads_kv=1, seq_q=130, seq_k=2, dim=64)  # fmt: skip
+    assert soak.fault(call, sdpa) is None
+    arguments = call.make()
+    exact, sizes = soak.results(soak.formula.attention, soak.in_float64(arguments)), soak.sums_of_sizes(arguments)
+    assert all((one.abs() <= 1.001 * size).all() for one, size in zip(exact, sizes, strict=True))
+    assert sizes[3].max() > 10 * exact[3].abs().max()
+
+
 def test_rule_of_memory(soak):
     assert soak.growth_mib([900, 950, 100, 100, 101, 99, 103, 103]) == 3  # the first quarter is not looked at
     with pytest.raises(ValueError, match="3 samples"):

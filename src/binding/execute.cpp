@@ -260,6 +260,13 @@ std::optional<KernelDetail> detail_of(const KernelEntry& entry, const Call& call
   return detail;
 }
 
+bool needs_plan(const KernelEntry& entry, const Call& call) {
+  if (entry.needs_plan == nullptr) return false;
+  ForwardParams params;
+  params.problem = problem(call);
+  return entry.needs_plan(&params);
+}
+
 bool needs_copy(const Tensor& t) { return t.size(3) > 1 && t.stride(3) != 1; }
 
 ForwardResult forward_on_device(FLASHSDPA_FORWARD_PARAMS) {

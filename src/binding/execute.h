@@ -23,5 +23,7 @@ bool needs_copy(const Tensor& t);
 
 // What the forward kernel `entry` would do with the call; null where the entry says it all. Reads no tensor.
 std::optional<KernelDetail> detail_of(const KernelEntry& entry, const Call& call);
+// Whether the forward kernel `entry` takes the call's mask only with a plan, which the op then makes where none is given.
+bool needs_plan(const KernelEntry& entry, const Call& call);
 
 }  // namespace flashsdpa

@@ -6,6 +6,7 @@
 #include "dropout.h"
 #include "execute.h"
 #include "layout.h"
+#include "router.h"
 
 namespace flashsdpa {
 
@@ -69,7 +70,7 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
   const auto detail = detail_of(entry, call);
   config.emplace_back("block_m", std::to_string(detail ? detail->block_m : entry.block_m));
   config.emplace_back("block_n", std::to_string(detail ? detail->block_n : entry.block_n));
-  config.emplace_back("schedule", entry.schedule);
+  config.emplace_back("schedule", detail && detail->schedule != nullptr ? detail->schedule : entry.schedule);
   if (detail) {
     if (detail->kernel != nullptr) config.emplace_back("in the profiler", detail->kernel);
     if (detail->stages > 0) config.emplace_back("stages", std::to_string(detail->stages) + " of K and of V");
@@ -80,7 +81,7 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
       config.emplace_back("key_splits", std::to_string(detail->key_splits) + ", summed by flashsdpa_fwd_combine_sm90");
     std::string by_tma, plainly;
     const char* names[] = {"query", "key", "value", "output"};
-    for (int i = 0; i < 4 && detail->stages > 0; ++i) {
+    for (int i = 0; i < 4 && detail->uses_tma; ++i) {
       std::string& list = detail->tma[i] ? by_tma : plainly;
       list += (list.empty() ? "" : ", ") + std::string(names[i]);
     }
@@ -94,8 +95,11 @@ void describe(const KernelEntry& entry, const Call& call, Explanation& explanati
     if (const auto* backward = backward_entry(call)) config.emplace_back("backward", backward->name);
   if (given(call.options.attn_mask)) {
     config.emplace_back("mask", mask_text(call.options.attn_mask));
-    const auto shape = plan_shape<c10::SymInt>(call.options.attn_mask->sym_sizes());
-    config.emplace_back("mask_plan", shape_text(shape) + " int32, granules of 64 x 64");
+    const Tensor& mask = *call.options.attn_mask;
+    const bool planned = worth_planning(call.query, call.key, mask, call.device) || needs_plan(entry, call);
+    const auto shape = plan_shape<c10::SymInt>(mask.sym_sizes());
+    config.emplace_back("mask_plan", planned ? shape_text(shape) + " int32, granules of 64 x 64"
+                                             : "none, as there is one granule: the mask is read as it is");
   }
   const std::pair<const char*, const Tensor*> inputs[] = {
       {"query", &call.query}, {"key", &call.key}, {"value", &call.value}};

@@ -84,16 +84,10 @@ void notify(const Request& r, const char* kernel, const std::vector<std::string>
            traced ? "traced" : "eager"});
 }
 
-// A plan pays when a granule can be skipped: the scores of one head are more than one granule.
-bool worth_planning(const Tensor& query, const Tensor& key, const Tensor& mask) {
-  const auto sq = query.sym_sizes()[2].maybe_as_int(), sk = key.sym_sizes()[2].maybe_as_int();
-  if (sq && sk && *sq <= kGranule && *sk <= kGranule) return false;
-  return table_entry(Pass::kMaskPlan, query.device(), mask.scalar_type()) != nullptr;
-}
-
 Tensor serve(const Request& r, const Normalised& n, const Selection& selection) {
   OptTensor plan;
-  if (n.attn_mask.has_value() && worth_planning(n.query, n.key, *n.attn_mask)) plan = call_mask_plan(*n.attn_mask);
+  if (n.attn_mask.has_value() && worth_planning(n.query, n.key, *n.attn_mask, n.query.device()))
+    plan = call_mask_plan(*n.attn_mask);
   OptTensor rng_state;
   if (r.dropout_p > 0.0) rng_state = call_rng_state(n.query.device());
   const Options options{.attn_mask = n.attn_mask,
@@ -160,6 +154,12 @@ Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const 
 }
 
 void set_hook(Hook f) { hook.store(f); }
+
+bool worth_planning(const Tensor& query, const Tensor& key, const Tensor& mask, const at::Device& device) {
+  const auto sq = query.sym_sizes()[2].maybe_as_int(), sk = key.sym_sizes()[2].maybe_as_int();
+  if (sq && sk && *sq <= kGranule && *sk <= kGranule) return false;
+  return table_entry(Pass::kMaskPlan, device, mask.scalar_type()) != nullptr;
+}
 
 Explanation explain(const Request& r, const Selection& selection) {
   // Meta tensors have no device; they are answered for the CPU.

@@ -35,6 +35,10 @@ struct Request {
   bool enable_gqa;
 };
 
+// Whether the router plans the mask of a call (4-D) on `device` once for all passes: a plan pays when a granule can be skipped,
+// where the scores of one head are more than one granule.
+bool worth_planning(const Tensor& query, const Tensor& key, const Tensor& mask, const at::Device& device);
+
 // What the router would do under `selection`; runs no kernel.
 Explanation explain(const Request& request, const Selection& selection);
 

@@ -17,6 +17,8 @@ FAULTS = [
     Fault("scopes with and without batch invariance are one", "src/binding/module.cpp",
           "(*tokens)[{backend, strict, batch_invariant, torch_backends}]", "(*tokens)[{backend, strict, false, torch_backends}]",
           "tests/test_batch_invariance.py tests/test_selection.py"),
+    Fault("explain tells a plan that is not made", "src/binding/report.cpp", "planned ? shape_text", "true ? shape_text",
+          "tests/test_report.py -k whether_the_mask"),
     Fault("refused call known without its gradients", "src/binding/refused_calls.cpp",
           "looks.device == t.device().index() && looks.requires_grad == t.requires_grad()", "looks.device == t.device().index()",
           "tests/test_refused_calls.py"),

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import profiler, selection
 from .._loader import binding
+from . import formula
 
 
 @contextlib.contextmanager
@@ -81,21 +82,9 @@ def _slices(inputs, grad_out, factor=None):
             yield (batch, heads, head), part, None if grad_out is None else grad_out[batch, heads]
 
 
-def _formula(query, key, value, attn_mask, is_causal, factor):
-    """The documented formula; rows without an allowed key give 0. factor: of the weights, by dropout."""
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-    allowed = attn_mask
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    return (weights if factor is None else weights * factor.to(weights.dtype)) @ value
-
-
 def _math_path(factor, **part):
     if factor is not None:  # torch's own path drops other weights
-        return _formula(**part, factor=factor)
+        return formula.attention(**part, factor=factor)
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(**part)
 
@@ -132,7 +121,7 @@ def check(inputs, grad_out):
     makes its weights from a rounded log-sum-exp), float64 a relative 1e-12, inf and nan in the same places."""
     dtype = inputs["query"].dtype
     factor = _dropout_factor(inputs)
-    reference = _evaluate(_formula, inputs, grad_out, torch.float64, factor)
+    reference = _evaluate(formula.attention, inputs, grad_out, torch.float64, factor)
     with stock():
         yardstick = _evaluate(_math_path, inputs, grad_out, dtype, factor)
     _poison(inputs)

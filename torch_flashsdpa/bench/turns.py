@@ -6,6 +6,8 @@ import time
 import torch
 import torch.nn.functional as F
 
+from . import formula
+
 SAMPLE_SECONDS = 0.003  # short calls are timed in batches of about this length
 FEWEST, MOST = 3, 15  # samples of each implementation
 CHECKED_HEADS, CHECKED_ROWS = 8, 256
@@ -63,32 +65,23 @@ def time_in_turns(calls, device, seconds):
 def sampled_errors(outs, arguments):
     """{name: largest absolute error of outs[name] against float64} over at most 8 pairs of batch and head, 256 rows of each."""
     query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
-    *lead, seq_q, dim = query.shape
+    *lead, seq_q, _ = query.shape
     if 0 in (*query.shape, *key.shape, *value.shape):
         return dict.fromkeys(outs, 0.0)
     if len(lead) > 1 and key.shape[-3] != lead[-1]:
         key, value = (t.repeat_interleave(lead[-1] // t.shape[-3], -3) for t in (key.detach(), value.detach()))
     key, value = (t.expand(*lead, *t.shape[-2:]) for t in (key, value))
     rows = torch.linspace(0, seq_q - 1, min(seq_q, CHECKED_ROWS), device=query.device).round().long()
+    if arguments["is_causal"]:
+        mask = torch.arange(key.shape[-2], device=key.device) <= torch.arange(seq_q, device=key.device)[:, None]
     allowed = None if mask is None else mask.detach().expand(*lead, seq_q, key.shape[-2])
-    scale = dim**-0.5 if arguments["scale"] is None else arguments["scale"]
     pairs = torch.linspace(0, math.prod(lead) - 1, min(math.prod(lead), CHECKED_HEADS)).round().long().tolist()
     worst = dict.fromkeys(outs, 0.0)
     for pair in pairs:
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(pair), lead)) if lead else ()
         part = None if allowed is None else allowed[at][rows]
-        exact = _formula(query[at][rows], key[at], value[at], part, rows if arguments["is_causal"] else None, scale)
+        inputs = (t.detach().double() for t in (query[at][rows], key[at], value[at]))
+        exact = formula.attention(*inputs, attn_mask=part, scale=arguments["scale"])
         for name, out in outs.items():
             worst[name] = max(worst[name], (out[at][rows].double() - exact).abs().max().item())
     return worst
-
-
-def _formula(query, key, value, mask, causal_rows, scale):
-    """SDPA's documented formula in float64 for some rows: query (rows, dim), key (seq_k, dim), value (seq_k, dim_v)."""
-    query, key, value = (t.detach().double() for t in (query, key, value))
-    scores = query @ key.mT * scale
-    if causal_rows is not None:
-        mask = torch.arange(key.shape[0], device=key.device) <= causal_rows[:, None]
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return torch.softmax(scores, -1).nan_to_num(0.0) @ value

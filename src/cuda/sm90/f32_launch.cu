@@ -78,9 +78,9 @@ const char* launch_forward_f32_sm90(const void* params, const Launch& launch) {
 void describe_forward_f32_sm90(const void* params, KernelDetail* detail) {
   const ForwardParams& f = *static_cast<const ForwardParams*>(params);
   const F32Kernel& kernel = instance_for(f.problem, has_score_terms(f.problem)).forward;
-  *detail = {kernel.block_m, kernel.block_n, 1, f.problem.allow_tf32 ? "last rows first; TF32, as torch allows its matmul"
-                                                                     : "last rows first; float32 from three TF32 products",
-             {false, false, false, false}, 1, 1};
+  *detail = {kernel.block_m, kernel.block_n, 1, "last rows first", /*uses_tma=*/false, {}, 1, 1, /*kernel=*/nullptr,
+             f.problem.allow_tf32 ? "mma.sync, one TF32 product for each of float32, as torch allows its matmul"
+                                  : "mma.sync, three TF32 products for each of float32"};
 }
 
 int64_t scratch_backward_f32_sm90(const void* params) {

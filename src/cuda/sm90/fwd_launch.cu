@@ -172,7 +172,9 @@ bool forward_needs_plan_sm90(const void* params) { return !is_short(static_cast<
 void describe_forward_sm90(const void* params, KernelDetail* detail) {
   const ForwardParams& f = *static_cast<const ForwardParams*>(params);
   if (is_short(f.problem)) {
-    *detail = {kShortRows, kShortRows, 0, "a head of a sequence in each block", {}, 1, 1, "flashsdpa_fwd_short_sm90"};
+    *detail = {kShortRows, kShortRows, 0, "a head of a sequence in each block", /*uses_tma=*/false, {}, 1, 1,
+               "flashsdpa_fwd_short_sm90",
+               "mma.sync, four warps of 16 queries each, all keys at once, several blocks a processor"};
     return;
   }
   CurrentDevice device;
@@ -187,6 +189,7 @@ void describe_forward_sm90(const void* params, KernelDetail* detail) {
              plan.instance->block_n,
              plan.instance->stages,
              schedule,
+             /*uses_tma=*/true,
              {args.q.tma, args.k.tma, args.v.tma, args.out.tma},
              plan.splits,
              static_cast<int32_t>(plan.pack)};
