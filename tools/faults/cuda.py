@@ -144,8 +144,6 @@ FAULTS = [
           "if (m == begin) ++head;", "if (m == first) ++head;", BACKWARD + "test_many_tiles"),
     Fault("dO freed under dV", "src/cuda/sm90/bwd_by_columns.cuh",
           "ptx::wgmma_wait<2>();  // dV", "ptx::wgmma_wait<3>();  // dV", BACKWARD + "test_many_tiles"),
-    Fault("P laid down over a piece of dQ", "src/cuda/sm90/bwd_by_columns.cuh",
-          "if constexpr (Tile::kPieceInScores) ptx::mbarrier_wait(shared.empty_piece(1), 1);", "", BACKWARD + "test_many_tiles"),
     Fault("first tiles taken twice", "src/cuda/sm90/bwd_launch.cu", "args.turns ? 0 : run_blocks;", "0;", BACKWARD + "test_many_tiles"),
     Fault("dS of the other consumer not waited for", "src/cuda/sm90/bwd_by_keys.cuh",
           "ptx::mbarrier_wait(shared.full_scores(at.stage()), at.phase());", "", BACKWARD + "test_many_tiles"),

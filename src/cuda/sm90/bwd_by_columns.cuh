@@ -172,40 +172,30 @@ __device__ __forceinline__ void bwd_consume_by_columns(const BwdArgs& args, cons
 #pragma unroll
         for (int i = 0; i < kKeys / 2; i += 8) block_terms.template split<kBFloat16>(args, i, s, weights[i / 8], shares[i / 8]);
       }
-      meet();  // all are done with the P and dS of the block before
-      if constexpr (Tile::kPieceInScores) ptx::mbarrier_wait(shared.empty_piece(1), 1);  // and its adder with the last piece
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; i += 2) {
-        if constexpr (Tile::kTerms) {
-          store_scores(shared.scores(0), i, weights[i / 8][i % 8 / 2]);
-        } else {
-          store_scores(shared.scores(0), i, ptx::pack<kBFloat16>(s[i], s[i + 1]));
-        }
-      }
-      ptx::fence_proxy_shared();
-      meet();
-      // Behind dP, so that the tensor cores have it while dS is computed and laid down.
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kOwnV; ++i) issue_sum(dv[i], grad_out + box_v(i) * Tile::kQueryBoxBytes, shared.scores(0));
-      ptx::wgmma_commit();
-      const float delta[2] = {ptx::load_shared_float(stats.delta(lane_row)), ptx::load_shared_float(stats.delta(lane_row + 8))};
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<0>();
       ptx::wgmma_settle(dp);
+      const float delta[2] = {ptx::load_shared_float(stats.delta(lane_row)), ptx::load_shared_float(stats.delta(lane_row + 8))};
+      meet();  // all are done with the P and dS of the block before
 #pragma unroll
       for (int i = 0; i < kKeys / 2; i += 2) {
         const int r = score_row(i);
-        uint32_t pair;
         if constexpr (Tile::kTerms) {
-          pair = block_terms.template gradient<kBFloat16>(args, i, shares[i / 8][i % 8 / 2], dp[i], dp[i + 1], delta[r], delta[r]);
-        } else {
-          pair = ptx::pack<kBFloat16>(s[i] * (dp[i] - delta[r]), s[i + 1] * (dp[i + 1] - delta[r]));
+          store_scores(shared.scores(0), i, weights[i / 8][i % 8 / 2]);
+          const uint32_t share = shares[i / 8][i % 8 / 2];
+          store_scores(shared.scores(1), i,
+                       block_terms.template gradient<kBFloat16>(args, i, share, dp[i], dp[i + 1], delta[r], delta[r]));
+          continue;
         }
-        store_scores(shared.scores(1), i, pair);
+        store_scores(shared.scores(0), i, ptx::pack<kBFloat16>(s[i], s[i + 1]));
+        store_scores(shared.scores(1), i, ptx::pack<kBFloat16>(s[i] * (dp[i] - delta[r]), s[i + 1] * (dp[i + 1] - delta[r])));
       }
       ptx::fence_proxy_shared();
       meet();
 
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kOwnV; ++i) issue_sum(dv[i], grad_out + box_v(i) * Tile::kQueryBoxBytes, shared.scores(0));
+      ptx::wgmma_commit();
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         ptx::wgmma_fence();
@@ -216,7 +206,6 @@ __device__ __forceinline__ void bwd_consume_by_columns(const BwdArgs& args, cons
           ptx::wgmma_commit();
           ptx::wgmma_wait<2>();  // dV: where dO has one stage, the next comes under dQ, dK and S
           free_stage(shared.empty_grad_out(grad_out_ring.stage()));
-          if constexpr (Tile::kPieceInScores) free_stage(shared.empty_scores(0));
           grad_out_ring.advance();
           ptx::wgmma_wait<1>();
           if (!Tile::kStaged && args.turns) ptx::mbarrier_wait(shared.turn(), q_ring.count % 2);
@@ -225,8 +214,7 @@ __device__ __forceinline__ void bwd_consume_by_columns(const BwdArgs& args, cons
         }
         ptx::wgmma_settle(dq);
         if constexpr (Tile::kStaged) {
-          ptx::mbarrier_wait(shared.empty_piece(consumer), (q_ring.count * kOwn + i) % 2 ^ 1);
-          if (Tile::kPieceInScores && consumer == 1 && i == 0) ptx::mbarrier_wait(shared.empty_scores(0), q_ring.count % 2);
+          ptx::mbarrier_wait(shared.empty_piece(consumer), q_ring.count % 2 ^ 1);
           fwd_delay(FwdPoint::kStore);
           stage_piece<0, kBwdPiece / 2>(shared.piece(consumer), dq, thread);
           ptx::fence_proxy_shared();

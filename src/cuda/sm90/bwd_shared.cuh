@@ -20,9 +20,7 @@ struct BwdShared {
   __device__ uint32_t q(int stage) const { return base + Tile::kQOffset + stage * Tile::kQBytes; }
   __device__ uint32_t grad_out(int stage) const { return base + Tile::kGradOutOffset + stage * Tile::kGradOutBytes; }
   __device__ uint32_t scores(int buffer) const { return base + Tile::kScoreOffset + buffer * Tile::kScoreBytes; }
-  __device__ uint32_t piece(int consumer) const {
-    return Tile::kPieceInScores && consumer == 1 ? scores(0) : base + Tile::kPieceOffset + consumer * Tile::kPieceBytes;
-  }
+  __device__ uint32_t piece(int consumer) const { return base + Tile::kPieceOffset + consumer * Tile::kPieceBytes; }
   __device__ uint32_t stats(int stage) const { return base + Tile::kStatsOffset + stage * Tile::kStatsBytes; }
   __device__ uint32_t visit(int slot) const { return base + Tile::kVisitOffset + 8 * slot; }
   __device__ uint32_t values(int consumer, int warp) const {

@@ -45,11 +45,8 @@ struct BwdTile {
   // The last two warps of the producer warpgroup load. The others see to dQ: each adds one consumer's; or, where there is
   // no room to stage it and consumers add their own, one keeps the turns of a fixed order.
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
-  static constexpr bool kStaged = kByKeys || !kMasked;
+  static constexpr bool kStaged = kByKeys || kConsumers == 3;
   static constexpr int kAdders = kStaged ? kConsumers : 1;  // warps
-  static constexpr int kAdderPieces = kByKeys || !kStaged ? 1 : kDim / kBwdPiece / kConsumers;  // of a block of queries, one after the other
-  // At 256 columns there is room for one consumer's piece; the other one's goes where P was, once all dV are computed.
-  static constexpr bool kPieceInScores = kStaged && !kByKeys && kConsumers == 2;
   static constexpr int kLoaders = (kWarpsPerGroup - (kAdders > 2 ? kAdders : 2)) * ptx::kWarpLanes;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kMasked ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kMasked ? 224 : 232;
@@ -69,10 +66,10 @@ struct BwdTile {
       kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
   // One consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
-  // By keys memory is freed as early as can be: Q and dO before the other consumer's dS is there, a piece in two parts, so that the
-  // consumer lays down the first of the next while the second is read. With a mask at 64 columns it spilled.
+  // By keys Q and dO are freed before the other consumer's dS is there. With a mask at 64 columns that spilled.
   static constexpr bool kFreeEarly = kByKeys && (kDim > 64 || !kMasked || kTerms);
-  static constexpr int kPieceParts = kFreeEarly ? 2 : 1;
+  // With a mask a piece is freed in two parts: the consumer lays down the first of the next while the second is read.
+  static constexpr int kPieceParts = kFreeEarly && kMasked ? 2 : 1;
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
   // Shared memory, from a base aligned to 1024 bytes. By keys: K twice, so that the next tile's is there when a tile ends; two buffers
@@ -87,8 +84,7 @@ struct BwdTile {
   static constexpr int kGradOutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kScoreOffset = kGradOutOffset + kStagesGradOut * kGradOutBytes;
   static constexpr int kPieceOffset = kScoreOffset + 2 * kScoreBytes;
-  static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers - kPieceInScores : 0) * kPieceBytes;
-  static_assert(!kPieceInScores || kPieceBytes <= kScoreBytes);
+  static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
   // Values of an additive mask, of one warp: by columns a block of them, also of float32; by keys the same at 128 columns, and three
   // quarters of a block of 16-bit values at 64, where there is no room for more.
   static constexpr int kValuesBytes = !kMasked ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;

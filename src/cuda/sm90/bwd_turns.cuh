@@ -10,15 +10,14 @@
 
 namespace flashsdpa {
 
-// One warp: adds one consumer's piece of each block, or pieces. In a fixed order it asks for the turn of the next block while the
+// One warp: adds one consumer's piece of each block. In a fixed order it asks for the turn of the next block while the
 // addition to this one is under way.
 template <typename Tile>
 __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>& shared, int adder, int lane) {
-  constexpr int kLast = Tile::kDqFloats - (Tile::kAdders * Tile::kAdderPieces - 1) * kBwdPieceFloats;  // of class 96 a half
+  constexpr int kLast = Tile::kDqFloats - (Tile::kAdders - 1) * kBwdPieceFloats;  // of class 96 a half
   const uint32_t bytes = (adder == Tile::kAdders - 1 ? kLast : kBwdPieceFloats) * int(sizeof(float));
   Ring<kTileSlots> tile_ring;
-  Ring<1> pieces;
-  static_assert(!Tile::kMasked || Tile::kAdderPieces == 1);
+  Ring<1> blocks;
   ptx::wait_for_grid_before();  // which zeroes the sum and the turns
   while (true) {
     const FwdWork work = bwd_take_work(shared, tile_ring);
@@ -34,11 +33,11 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         ptx::add_release(turn_before, step_before);
       };
 #pragma unroll 1
-      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work)) {
+      for (BwdFollower<Tile> at(args, work); at.left > 0; at.advance(args, work), blocks.advance()) {
         if constexpr (Tile::kMasked) {
           give_turn();
-          ptx::mbarrier_wait(shared.full_piece(adder), pieces.phase());
-          bwd_hear(shared, int(pieces.count % Tile::kVisits), at);
+          ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
+          bwd_hear(shared, int(blocks.count % Tile::kVisits), at);
         }
         const int64_t block = bwd_block(args, work, at);
         uint32_t* turn = args.turns + block * Tile::kAdders + adder;
@@ -46,7 +45,7 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
         const bool ready = args.turns && ptx::load_acquire(turn) == mine;
         if constexpr (!Tile::kMasked) {
           give_turn();
-          ptx::mbarrier_wait(shared.full_piece(adder), pieces.phase());
+          ptx::mbarrier_wait(shared.full_piece(adder), blocks.phase());
         }
         fwd_delay(FwdPoint::kStore);
         if (args.turns) {
@@ -55,27 +54,21 @@ __device__ inline void bwd_add_pieces(const BwdArgs& args, const BwdShared<Tile>
           turn_before = turn;
           step_before = bwd_turn_step<Tile>(work, mine);
         }
+        float* const sum = args.dq + block * Tile::kDqFloats + adder * kBwdPieceFloats;
+        constexpr int kParts = Tile::kPieceParts;
+        const uint32_t part_bytes = bytes / kParts;
 #pragma unroll
-        for (int i = 0; i < Tile::kAdderPieces; ++i) {
-          if (i > 0) ptx::mbarrier_wait(shared.full_piece(adder), pieces.phase());
-          const int piece = adder * Tile::kAdderPieces + i;
-          float* const sum = args.dq + block * Tile::kDqFloats + piece * kBwdPieceFloats;
-          constexpr int kParts = Tile::kPieceParts;
-          const uint32_t part_bytes = bytes / kParts;
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            ptx::bulk_reduce_add(sum + part * part_bytes / sizeof(float), shared.piece(adder) + part * part_bytes, part_bytes);
-            ptx::tma_store_commit();
-          }
-          if constexpr (kParts == 2) {
-            ptx::tma_store_wait_read<1>();
-            ptx::mbarrier_arrive(shared.empty_piece(adder, 0));
-          }
-          ptx::tma_store_wait_read();
-          fwd_delay(FwdPoint::kFree);
-          ptx::mbarrier_arrive(shared.empty_piece(adder, kParts - 1));
-          pieces.advance();
+        for (int part = 0; part < kParts; ++part) {
+          ptx::bulk_reduce_add(sum + part * part_bytes / sizeof(float), shared.piece(adder) + part * part_bytes, part_bytes);
+          ptx::tma_store_commit();
         }
+        if constexpr (kParts == 2) {
+          ptx::tma_store_wait_read<1>();
+          ptx::mbarrier_arrive(shared.empty_piece(adder, 0));
+        }
+        ptx::tma_store_wait_read();
+        fwd_delay(FwdPoint::kFree);
+        ptx::mbarrier_arrive(shared.empty_piece(adder, kParts - 1));
       }
       give_turn();
     }
