@@ -269,8 +269,8 @@ def test_profiler_shows_shapes_and_kernels_under_the_callers_op():
     assert backward.input_shapes[2:6] == [[2, 4, 200, 64], [2, 2, 300, 64], [2, 2, 300, 64], [2, 4, 200, 64]]
     # An op is there once for each dispatch key that it passes; kernels are under the innermost.
     for op, prefix in (("flashsdpa::forward", "flashsdpa_fwd"), ("flashsdpa::backward", "flashsdpa_bwd")):
-        under = [kernel.name for event in profile.events() if event.name == op for kernel in event.kernels]
-        assert any(prefix in name for name in under), under
+        under = [(event.name, kernel.name) for event in profile.events() for kernel in event.kernels]
+        assert any(name == op and prefix in kernel for name, kernel in under), under
     above = []
     while forward is not None:
         above.append(forward.name)
