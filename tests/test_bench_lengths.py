@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import re
 
 import pytest
 import torch
 
 from torch_flashsdpa import cli
-from torch_flashsdpa.bench import lengths, turns
+from torch_flashsdpa.bench import lengths, output, turns
 from torch_flashsdpa.bench.cases import Case
 
 
@@ -106,3 +107,12 @@ def test_command_and_plot(capsys, tmp_path, monkeypatch):
 def test_command_without_a_match(capsys):
     assert cli.main(["bench", "--grid", "length", "--only", "no such cell"]) == 1
     assert "holds 'no such cell'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("machine", "cudnn", "stem"), [
+    ("NVIDIA H200", 91900, "2026-01-02-nvidia-h200-length"),
+    ("some processor, 2 threads, avx2", None, "2026-01-02-.+-2t-avx2-cpu-length"),
+])  # fmt: skip
+def test_a_record_is_named_after_what_was_measured(machine, cudnn, stem):
+    run = {"grid": "length", "date": "2026-01-02T03:04:05", "machine": machine, "cudnn": cudnn, "threads": 2, "isa": "avx2"}
+    assert re.fullmatch(stem, output.file_stem(run))

@@ -67,7 +67,7 @@ def _run_lengths(options, isa, folder):
         import torch
 
         result |= {"machine": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
-    kind = ("-bwd" if options.grad else "") + ("-cuda" if options.device == "cuda" else "")
+    kind = "-bwd" if options.grad else ""
     stem = folder / (output.file_stem(result) + kind)
     bar = _progress(len(chosen))
     for case in chosen:

@@ -56,10 +56,17 @@ def record(rows, isa, grid):
 
 
 def file_stem(run):
-    """<date>-<machine>-cpu, the name of a recorded run; grids other than the project's own add theirs."""
-    machine = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|\(tm\)|cpu|processor|@.*", "", processor().lower())).strip("-")
+    """The name of a recorded run: <date>-<processor>-<threads>t-<isa>-cpu, of one on a GPU <date>-<GPU>; grids other than the project's own
+    add theirs."""
     grid = "" if run["grid"] == "cpu" else f"-{run['grid']}"
+    if run["cudnn"]:
+        return f"{run['date'][:10]}-{_slug(run['machine'])}{grid}"
+    machine = _slug(re.sub(r"\(r\)|\(tm\)|cpu|processor|@.*", "", processor().lower()))
     return f"{run['date'][:10]}-{machine}-{run['threads']}t-{run['isa']}-cpu{grid}"
+
+
+def _slug(name):
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def write_json(run, path):

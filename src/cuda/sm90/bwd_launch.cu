@@ -14,8 +14,8 @@ namespace flashsdpa {
 namespace {
 
 // Q, dO and the sum of dQ of the heads that tiles are dealt out to at a time: that many again are in flight behind them. In a fixed order
-// more heads are better, as tiles of one wait for each other.
-constexpr int64_t kCacheForQueries = 8 * 1024 * 1024, kCacheInFixedOrder = 24 * 1024 * 1024;
+// more heads are better, as tiles of one wait for each other; and of long heads, of which few fit (NOTES.md).
+constexpr int64_t kMegabyte = 1024 * 1024, kCacheForShort = 8 * kMegabyte, kCacheForQueries = 24 * kMegabyte, kShortHead = 4 * kMegabyte;
 
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
@@ -75,10 +75,15 @@ struct BwdScratch {
   }
 };
 
+// Of Q, dO and dQ of the query heads that share a head.
+int64_t query_bytes(const Problem& p, const BwdInstance& instance) {
+  const int64_t group = p.heads_q / p.heads_kv;
+  return std::max<int64_t>(1, group * p.seq_q * ((p.dim + p.dim_v) * 2 + instance.dim * 4));
+}
+
 FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   const Problem& p = b.problem;
-  const int64_t heads = p.batch * p.heads_kv, group = p.heads_q / p.heads_kv;
-  const int64_t bytes_per_head = std::max<int64_t>(1, group * p.seq_q * ((p.dim + p.dim_v) * 2 + instance.dim * 4));
+  const int64_t heads = p.batch * p.heads_kv, bytes_per_head = query_bytes(p, instance);
   const bool equal = p.band.open() && !has_mask(p);  // tiles; of a mask it is only a guess that first keys are seen by more
   FwdOrder order{};
   order.blocks_m = static_cast<uint32_t>(ceil_div(p.seq_k, instance.block_n));
@@ -86,8 +91,9 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   order.longest_first = !equal && !fixed_order(b);
   // Equal tiles: a head's together. But in a fixed order of additions they would wait for each other, those of many heads do not.
   const bool together = equal && !fixed_order(b);
+  const int64_t cache = !fixed_order(b) && bytes_per_head <= kShortHead ? kCacheForShort : kCacheForQueries;
   order.section = static_cast<uint32_t>(
-      together ? 1 : std::min(heads, std::max<int64_t>(1, (fixed_order(b) ? kCacheInFixedOrder : kCacheForQueries) / bytes_per_head)));
+      together ? 1 : std::min(heads, std::max<int64_t>(1, cache / bytes_per_head)));
   order.tiles = order.blocks_m * order.heads;
   return order;
 }
@@ -164,7 +170,7 @@ const char* launch_backward_sm90(const void* params, const Launch& launch) {
   args.seq_q = seq_q;
   args.seq_k = static_cast<int32_t>(p.seq_k);
   args.blocks_m = blocks_m;
-  const bool all_alike = p.band.open() && !fixed_order(b);
+  const bool all_alike = p.band.open() && !fixed_order(b) && query_bytes(p, instance) <= kShortHead;
   args.spread = all_alike ? static_cast<uint32_t>(std::min<int64_t>((scratch.blocks_m << 32) / std::max<int64_t>(p.seq_k, 1), UINT32_MAX)) : 0;
   // A limit beyond the last key for the first query, or before the first key for the last one, may as well be there; the
   // rows that fill the last block up count as queries.
