@@ -28,3 +28,16 @@ def on_the_gpu_with_gradients():
         return
     with torch.device("cuda"):
         yield
+
+
+def capture(run):
+    """(what run() returns, replay): run() on another stream first, as torch asks, then recorded once."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return results, graph.replay

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case, inputs, placed
-from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
+from hopper import capture, needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import Call, Result, check, generator
 from torch import nn
 
@@ -55,19 +55,6 @@ def stepper(x, call):
         return [out.detach(), *torch.autograd.grad(out, leaves, x.grad_out)]
 
     return step
-
-
-def capture(run):
-    """(what run() returns, replay): run() on another stream first, as torch asks, then recorded once."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return results, graph.replay
 
 
 # --- graphs that the caller captures ----------------------------------------------------------------------------------

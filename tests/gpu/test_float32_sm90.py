@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BANDS, BROADCASTS, GRAD_LAYOUTS, LAYOUTS, MASK_KINDS, Case, inputs
-from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
+from hopper import capture, needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import (INF, Call, Inputs, check, check_counting, check_exact_zeros, generator, ops, reference, run_op,
                     run_sdpa)
 from test_masks_sm90 import make
@@ -184,16 +184,10 @@ def test_capture():
         return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     want = step()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    got, replay = capture(step)
     for t in got:
         t.fill_(float("nan"))
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 

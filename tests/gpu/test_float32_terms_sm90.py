@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BANDS, BROADCASTS
-from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
+from hopper import capture, needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import INF, Call, check, ops, reference, run_op, run_sdpa
 from reference_dropout import dropout_factor, dropout_kept
 from test_dropout_sm90 import fresh_state
@@ -201,17 +201,11 @@ def test_captured():
         out, _ = ops().forward(*leaves[:3], attn_mask=leaves[3], sinks=leaves[4], alibi_slopes=x.slopes, **call.op_arguments())
         return out.detach(), *torch.autograd.grad(out, leaves, x.grad_out)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    got, replay = capture(step)
     with torch.no_grad():
         for t in (x.slopes, leaves[0], leaves[4]):
             t.copy_(torch.randn_like(t))
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, step()))
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cases import BANDS, BROADCASTS, MASK_KINDS, MASK_STRIDES
-from hopper import needs_hopper, on_the_gpu_with_gradients  # noqa: F401
+from hopper import capture, needs_hopper, on_the_gpu_with_gradients  # noqa: F401
 from oracle import Call, check, check_counting, ops, run_op
 from test_mask_gradient_sm90 import biased
 from test_masked_backward_sm90 import masked
@@ -88,15 +88,9 @@ def test_capture():
         out, _ = ops().forward(*leaves, attn_mask=mask)
         return (out, *torch.autograd.grad(out, (*leaves, mask), x.grad_out))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    captured, replay = capture(step)
     with torch.no_grad():
         mask.mul_(2)
         leaves[0].neg_()
-    graph.replay()
+    replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, step()))

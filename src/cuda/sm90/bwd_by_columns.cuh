@@ -13,8 +13,8 @@
 
 namespace flashsdpa {
 
-template <typename Tile, bool kBFloat16>
 // Inlined whatever its size: the products of a function that is called are serialised.
+template <typename Tile, bool kBFloat16>
 __device__ __forceinline__ void bwd_consume_by_columns(const BwdArgs& args, const BwdShared<Tile>& shared, int consumer, int thread) {
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kConsumers = Tile::kConsumers;
   constexpr int kConsumerThreads = kConsumers * ptx::kWarpgroupThreads;

@@ -16,8 +16,8 @@
 namespace flashsdpa {
 
 // kPieceColumns: of this consumer's piece of dQ.
-template <typename Tile, bool kBFloat16, int kPieceColumns>
 // Inlined whatever its size: the products of a function that is called are serialised.
+template <typename Tile, bool kBFloat16, int kPieceColumns>
 __device__ __forceinline__ void bwd_consume_by_keys(const BwdArgs& args, const BwdShared<Tile>& shared, int key, int thread) {
   constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kConsumers = Tile::kConsumers;
   constexpr int kConsumerThreads = kConsumers * ptx::kWarpgroupThreads;

@@ -1,5 +1,5 @@
 // Dropout's decisions (../../dropout.h) for a block of scores in the accumulator layout of wgmma (see fwd_softmax.cuh), for
-// both arrangements: bit i % 32 of word i / 32 is set where the lane's accumulator i is kept. To be drawn while products run.
+// both arrangements: bit i % 32 of word i / 32 is set where the lane's accumulator i is kept.
 // kGroups: of 8 accumulators, 16 columns, in a word; a block narrower than 64 columns has fewer than 4.
 #pragma once
 

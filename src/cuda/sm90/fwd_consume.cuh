@@ -28,8 +28,8 @@ struct Turn {
   }
 };
 
-template <typename Tile, bool kBFloat16>
 // Inlined whatever its size: the products of a function that is called are serialised.
+template <typename Tile, bool kBFloat16>
 __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared<Tile>& shared, int consumer, int thread) {
   constexpr int kBlockN = Tile::kBlockN;
   const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
