@@ -83,6 +83,7 @@ struct FwdArgs {
   FwdFew few;
   FwdMask mask;
   uint32_t mask_sections;  // masked: sections of heads; the last may be longer
+  uint32_t batches;        // masked, if not 0: a head's tiles of all batches come together, as they share values of the mask
   ScoreTerms terms;        // kernels with terms; where they change scores, scale and sign above are 1
 };
 

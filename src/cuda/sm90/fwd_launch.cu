@@ -121,6 +121,7 @@ const char* fwd_launch(const ForwardParams& f, const FwdPlan& plan, const Curren
   if (has_mask(p)) {
     args.mask = make_mask(p);
     args.mask_sections = mask_sections(args.order);
+    if (args.mask.values && p.mask.size[0] == 1) args.batches = static_cast<uint32_t>(p.batch);
   }
   if (args.mask.values) args.scale = 1.f, args.sign = static_cast<float>(p.scale);
   if (has_score_terms(p)) {

@@ -62,6 +62,7 @@ template <typename Tile, int kSize>
 struct FwdValues {
   static constexpr int kRowBytes = Tile::kBlockN * kSize, kChunks = kRowBytes / 16;
   static constexpr int kBytes = kMaskRows * kRowBytes;
+  static constexpr bool kSpare = Tile::kTakeUnderProducts && !Tile::kTerms;  // there are registers to spare
   uint32_t shared;  // this warp's, a multiple of kRowBytes
 
   __device__ static int swizzle(int row) { return kSize == 4 ? row % 4 * 2 : row % 8; }
@@ -76,13 +77,25 @@ struct FwdValues {
     const auto row_start = [&](int r) { return plane + min(query(r), mask.queries - 1) * mask.stride_query; };
     if (mask.vectors) {
       constexpr int kElements = 16 / kSize, kPassRows = ptx::kWarpLanes / kChunks;
-      const int chunk = lane % kChunks, column = first + chunk * kElements;
-      const int there = clamp_to(mask.keys - column, 0, kElements);
-      const char* source = static_cast<const char*>(mask.values) + (there ? column * kSize : 0);
-      constexpr int kUnrolled = Tile::kTakeUnderProducts ? 4 : 1;
+      const int chunk = lane % kChunks, lane_row = lane / kChunks, column = first + chunk * kElements;
+      const char* source = static_cast<const char*>(mask.values);
+      const bool all_rows = query(kMaskRows - 1) < mask.queries || mask.queries == 1;
+      if (kSpare && !Tile::kFew && all_rows && first + Tile::kBlockN <= mask.keys) {  // a few instructions a copy
+        const char* from = source + (row_start(lane_row) + column) * kSize;
+        const uint32_t target = chunk_address(lane_row, chunk);
+#pragma unroll
+        for (int row = 0; row < kMaskRows; row += kPassRows) {  // has none of the bits of lane_row
+          ptx::copy_async_16((target ^ swizzle(row) * 16) + row * kRowBytes, from);
+          from += mask.stride_query * (kPassRows * kSize);
+        }
+      } else {
+        const int there = clamp_to(mask.keys - column, 0, kElements);
+        if (there) source += column * kSize;
+        constexpr int kUnrolled = Tile::kTakeUnderProducts && !kSpare ? 4 : 1;
 #pragma unroll kUnrolled
-      for (int row = lane / kChunks; row < kMaskRows; row += kPassRows) {
-        ptx::copy_async<16>(chunk_address(row, chunk), source + row_start(row) * kSize, there * kSize);
+        for (int row = lane_row; row < kMaskRows; row += kPassRows) {
+          ptx::copy_async<16>(chunk_address(row, chunk), source + row_start(row) * kSize, there * kSize);
+        }
       }
       return;
     }
@@ -102,24 +115,45 @@ struct FwdValues {
     }
   }
 
-  // act(score, value) for all scores of the lane.
+  // score = score * sign + value for all scores of the lane.
+  template <bool kBFloat16, int kCount>
+  __device__ void add(int lane, float (&s)[kCount], float sign) const {
+    if constexpr (kSize == 2 && kSpare) {  // the four tiles of 8 x 8 in 16 columns at a time; the lane names a row of one
+      const uint32_t address = chunk_address(lane % 16, lane / 16);
+#pragma unroll
+      for (int i = 0; i < kCount; i += 8) {
+        uint32_t pairs[4];
+        ptx::ldmatrix_x4<false>(address ^ i / 8 * 32, pairs);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          float value[2];
+          ptx::unpack<kBFloat16>(pairs[t], value[0], value[1]);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) s[i + 2 * t + e] = fmaf(s[i + 2 * t + e], sign, value[e]);
+        }
+      }
+    } else {
+      for_each<kBFloat16>(lane, s, [&](float& score, float value) { score = fmaf(score, sign, value); });
+    }
+  }
+
+  // act(score, value) for all scores of the lane. Not by tiles, for the sake of registers.
   template <bool kBFloat16, int kCount, typename Act>
   __device__ void for_each(int lane, float (&s)[kCount], const Act& act) const {
-    const int row = lane / 4;  // and 8 rows on, which are permuted alike
-    const uint32_t address = shared + row * kRowBytes + swizzle(row) * 16 + lane % 4 * 2 * kSize;
+    // Row lane / 4, and 8 rows on, which are permuted alike.
+    const uint32_t address = chunk_address(lane / 4, 0) + lane % 4 * 2 * kSize;
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       // Eight columns are 8 * kSize bytes; the chunk's number is all that the permutation changes.
       const uint32_t at = (address ^ i / 4 * 8 * kSize) + score_row(i) * 8 * kRowBytes;
+      float value[2];
       if constexpr (kSize == 4) {
-        const uint2 pair = ptx::load_shared_8(at);
-        act(s[i], __uint_as_float(pair.x));
-        act(s[i + 1], __uint_as_float(pair.y));
+        ptx::load_shared_floats(at, value[0], value[1]);
       } else {
-        const uint32_t pair = ptx::load_shared_4(at);
-        act(s[i], ptx::unpack<kBFloat16>(uint16_t(pair)));
-        act(s[i + 1], ptx::unpack<kBFloat16>(uint16_t(pair >> 16)));
+        ptx::unpack<kBFloat16>(ptx::load_shared_4(at), value[0], value[1]);
       }
+      act(s[i], value[0]);
+      act(s[i + 1], value[1]);
     }
   }
 };
@@ -252,9 +286,7 @@ struct BlockMask<Tile, true> {
     const float sign = args.sign;
     if (kind == kMixed) {
       arrived(args);
-      with_values(args, in_turn(args), [&](auto values) {
-        values.template for_each<kBFloat16>(lane, s, [&](float& score, float value) { score = fmaf(score, sign, value); });
-      });
+      with_values(args, in_turn(args), [&](auto values) { values.template add<kBFloat16>(lane, s, sign); });
       return;
     }
     if (sign != 1.f) {

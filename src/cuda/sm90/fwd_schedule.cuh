@@ -24,7 +24,7 @@ __device__ inline uint32_t fwd_next_tile(const FwdArgs& args, uint32_t tile) {
 }
 
 struct TilePlace {
-  uint32_t block, head;  // head: batch * heads + head
+  uint32_t block, head;  // head: batch * heads + head, or the other way round (FwdArgs::batches)
 };
 
 // Where tile number `tile` < order.tiles is, of blocks that cost the more the higher their number. kCounted: there are no
@@ -63,8 +63,13 @@ __device__ inline FwdWork fwd_work(const FwdArgs& args, uint32_t tile) {
   }
   const TilePlace place = place_of<Tile::kMasked>(args.order, tile, args.mask_sections);
   work.row = int(place.block) * block_m;
-  work.batch = int(place.head / args.heads_q);
-  work.head = int(place.head % args.heads_q);
+  if (Tile::kMasked && args.batches > 0) {
+    work.batch = int(place.head % args.batches);
+    work.head = int(place.head / args.batches);
+  } else {
+    work.batch = int(place.head / args.heads_q);
+    work.head = int(place.head % args.heads_q);
+  }
   const int last_row = min(work.row + block_m, args.seq_q) - 1;
   const int begin = clamp_to(work.row + args.band_lo, 0, args.seq_k);
   const int end = clamp_to(last_row + args.band_hi + 1, 0, args.seq_k);

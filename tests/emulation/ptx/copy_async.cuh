@@ -38,6 +38,7 @@ void copy_async(uint32_t shared, const void* global, int bytes) {
     copies_under_way[&emulation::current()].open.push_back(copy);
   }
 }
+inline void copy_async_16(uint32_t shared, const void* global) { copy_async<16>(shared, global, 16); }
 inline void copy_async_commit() {
   CopyGroups& copies = copies_under_way[&emulation::current()];
   copies.committed.push_back(std::move(copies.open));
