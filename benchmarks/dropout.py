@@ -35,7 +35,8 @@ def cases():
             *(forward.Case(256, 4, 8, 4096, 4096, causal) for causal in (True, False)),
             *(forward.Case(dim, batch, 16, seq, seq, False, dtype=torch.float16) for dim in (64, 128) for batch, seq in square[:2]),
             *(forward.Case(dim, 16, 16, 128, 128, False, dtype=dtype) for dim in (64, 128)
-              for dtype in (torch.bfloat16, torch.float16))]  # fmt: skip
+              for dtype in (torch.bfloat16, torch.float16)),
+            *(forward.Case(dim, 4, 16, 1024, 1024, False, dtype=torch.float32) for dim in (64, 128))]  # fmt: skip
 
 
 def call_of(case, p, backend=None):

@@ -39,8 +39,9 @@ class Case(forward.Case):
 
 def cases():
     shapes = [(dim, heads, causal) for dim, heads in ((128, 16), (64, 32)) for causal in (True, False)]
-    return [Case(dim, 4, heads, 4096, 4096, causal, term=term)
-            for term in ("softcap", "slopes", "sinks") for dim, heads, causal in shapes]  # fmt: skip
+    terms = ("softcap", "slopes", "sinks")
+    return [*(Case(dim, 4, heads, 4096, 4096, causal, term=term) for term in terms for dim, heads, causal in shapes),
+            *(Case(dim, 4, 16, 1024, 1024, False, dtype=torch.float32, term=term) for term in terms for dim in (64, 128))]  # fmt: skip
 
 
 def numbers(case):
