@@ -53,7 +53,7 @@ __device__ inline void load_elements(const Bits* from, int count, uint32_t (&x)[
     constexpr int kPerWord = 4 / kSize;
     const int word = max(count, 0) / kPerWord;
     uint32_t rest = 0;
-#pragma unroll
+#pragma unroll 1
     for (int e = 0; e < kPerWord - 1; ++e) {
       if (word * kPerWord + e < count) rest |= static_cast<uint32_t>(__ldg(from + word * kPerWord + e)) << 8 * kSize * e;
     }
