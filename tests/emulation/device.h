@@ -113,4 +113,7 @@ inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>((uint64_t{high} << 32 | low) << shift % 32 >> 32);
 }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> shift % 32);
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }

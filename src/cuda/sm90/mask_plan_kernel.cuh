@@ -24,7 +24,8 @@ constexpr int kPlanThreads = kPlanWarps * kWarpSize;
 
 enum class Access {
   kElement,  // any strides: a lane loads single elements
-  kVector,   // unit stride along a line and lines aligned to 16 bytes: a lane loads 16 bytes
+  kVector,   // unit stride along a line, lines aligned to 16 bytes and a multiple of them long: a lane loads 16 bytes
+  kWords,    // elements of one or two bytes, unit stride, any alignment: a lane loads the words its 16 bytes lie in
 };
 
 // Divides numbers below 2^31 by what the host knows, without a division: with 2^shift between 2^31 and 2^32 times the divisor the
@@ -57,6 +58,13 @@ struct MaskPlanArgs {
   uint32_t bits_stride;
   int64_t rows, cols;  // granules over queries and over keys
 };
+
+// CTAs of the first kernel on a processor, by the registers for what is in flight.
+template <DType kType, Access kAccess>
+constexpr int kPlanBlocks =
+    kAccess == Access::kWords || (kAccess == Access::kElement && kType == DType::kFloat64)                             ? 4
+    : kAccess == Access::kVector && (kType == DType::kFloat32 || kType == DType::kFloat64) ? 6
+                                                                                           : 5;
 
 // What has been seen of a granule, each true if nonzero: some element keeps its score, removes it, or adds a value to it.
 struct Seen {
@@ -106,10 +114,10 @@ struct Strip {
     }
   }
 
-  // From where `line` is read to where the next one is: past the end the last line is read again, which changes no class.
+  // From the line before to where `line` is read: past the end the last line is read again, which changes no class.
   template <typename Bits>
   __device__ void next(int line, const Bits*& from) const {
-    if (line + 1 < lines) from += args.stride_line;
+    if (line < lines) from += args.stride_line;
   }
 
   // Of masks along queries; after a barrier. Lines are keys: the two words of each query that this granule of keys is.
@@ -132,26 +140,25 @@ struct Strip {
 };
 
 // What a lane has seen of a warp's lines, the first of which is `line`, and the strip's part of it `from`. The bits are put.
-template <DType kType, int kStripWords>
-__device__ Seen see_vectors(const Strip<kStripWords>& strip, const typename MaskElement<kType>::Bits* from, int line, int lane) {
+template <DType kType, Access kAccess, int kStripWords>
+__device__ Seen see_vectors(const Strip<kStripWords>& strip, const typename LaneBits<kType>::Bits* from, int line, int lane) {
   using Lane = LaneBits<kType>;
+  using Bits = typename Lane::Bits;
   constexpr int kVector = Lane::kVector, kFields = Lane::kFields;
   from += lane * kVector;
   const int count = strip.elements - lane * kVector;
-  uint32_t x[kLinesPerWarp][4];
-  if (count >= kVector) {
+  uint32_t x[kLinesPerWarp][4] = {};
+  if constexpr (kAccess == Access::kVector) {
+    if (count > 0) {
 #pragma unroll
-    for (int i = 0; i < kLinesPerWarp; ++i) {
-      const uint4 vector = __ldg(reinterpret_cast<const uint4*>(from));
-      x[i][0] = vector.x, x[i][1] = vector.y, x[i][2] = vector.z, x[i][3] = vector.w;
-      strip.next(line + i, from);
+      for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_vector(from, x[i]);
     }
+  } else if ((strip.first_word > 0 || lane > 0) && count >= kVector + 4 / static_cast<int>(sizeof(Bits))) {  // no word has bytes that are no line's
+#pragma unroll
+    for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_words(from, x[i]);
   } else {
 #pragma unroll
-    for (int i = 0; i < kLinesPerWarp; ++i) {
-      load_elements(from, count, x[i]);
-      strip.next(line + i, from);
-    }
+    for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_elements(from, count, x[i]);
   }
   Lane bits;
 #pragma unroll
@@ -191,7 +198,7 @@ __device__ Seen see_elements(const Strip<2>& strip, const typename MaskElement<k
   for (int i = 0; i < kLinesPerWarp; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) element[i][half] = exists[half] ? __ldg(from + place[half]) : Bits{0};
-    strip.next(line + i, from);
+    strip.next(line + i + 1, from);
   }
   Seen seen;
   uint32_t mine[1] = {};  // lane 2 * i + half has a word
@@ -215,10 +222,10 @@ __device__ Seen see_elements(const Strip<2>& strip, const typename MaskElement<k
 
 // Grid: one CTA per (batch, head, granule of lines, strip along them), strips innermost.
 template <DType kType, Access kAccess>
-__global__ void __launch_bounds__(kPlanThreads, kAccess == Access::kElement && sizeof(typename MaskElement<kType>::Bits) == 8 ? 4 : 5)
+__global__ void __launch_bounds__(kPlanThreads, kPlanBlocks<kType, kAccess>)
     flashsdpa_mask_plan_sm90(const __grid_constant__ MaskPlanArgs args) {
   using Bits = typename MaskElement<kType>::Bits;
-  constexpr int kStrip = kAccess == Access::kVector ? kWarpSize * LaneBits<kType>::kVector : kGranule;  // elements
+  constexpr int kStrip = kAccess == Access::kElement ? kGranule : kWarpSize * LaneBits<kType>::kVector;  // elements
   constexpr int kStripGranules = kStrip / kGranule, kStripWords = kStrip / 32;
   constexpr int kGranuleLanes = kWarpSize / kStripGranules;  // neighbouring lanes hold one granule
 
@@ -241,8 +248,8 @@ __global__ void __launch_bounds__(kPlanThreads, kAccess == Access::kElement && s
                      static_cast<int64_t>(strip_index) * kStrip * args.stride_along;
 
   Seen seen;
-  if constexpr (kAccess == Access::kVector) {
-    seen = see_vectors<kType>(strip, from, line, lane);
+  if constexpr (kAccess != Access::kElement) {
+    seen = see_vectors<kType, kAccess>(strip, from, line, lane);
   } else if (args.lines > 0) {
     seen = see_elements<kType>(strip, from, line, lane);
   }

@@ -43,22 +43,33 @@ FLASHSDPA_HOST_DEVICE constexpr uint32_t repeat(uint32_t value, int bits) {
   return word;
 }
 
-// The first `count` elements of 16 bytes, zeros behind: words that exist whole, and the elements of one that does not.
+__device__ inline void load_vector(const void* from, uint32_t (&x)[4]) {
+  const uint4 vector = __ldg(static_cast<const uint4*>(from));
+  x[0] = vector.x, x[1] = vector.y, x[2] = vector.z, x[3] = vector.w;
+}
+
+// 16 bytes from any address, by the five aligned words they lie in, or the four and the one behind.
+__device__ inline void load_words(const void* from, uint32_t (&x)[4]) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+  uint32_t word[5];
+#pragma unroll
+  for (int w = 0; w < 5; ++w) word[w] = __ldg(words + w);
+#pragma unroll
+  for (int w = 0; w < 4; ++w) x[w] = __funnelshift_r(word[w], word[w + 1], address % 4 * 8);
+}
+
+// The first `count` elements of 16 bytes, one by one; zeros behind.
 template <typename Bits>
 __device__ inline void load_elements(const Bits* from, int count, uint32_t (&x)[4]) {
-  constexpr int kSize = sizeof(Bits);
+  constexpr int kPerWord = 4 / sizeof(Bits);
 #pragma unroll
-  for (int w = 0; w < 4; ++w) x[w] = 4 * (w + 1) <= count * kSize ? __ldg(reinterpret_cast<const uint32_t*>(from) + w) : 0;
-  if constexpr (kSize < 4) {
-    constexpr int kPerWord = 4 / kSize;
-    const int word = max(count, 0) / kPerWord;
-    uint32_t rest = 0;
-#pragma unroll 1
-    for (int e = 0; e < kPerWord - 1; ++e) {
-      if (word * kPerWord + e < count) rest |= static_cast<uint32_t>(__ldg(from + word * kPerWord + e)) << 8 * kSize * e;
+  for (int w = 0; w < 4; ++w) {
+    x[w] = 0;
+#pragma unroll
+    for (int e = 0; e < kPerWord; ++e) {
+      if (w * kPerWord + e < count) x[w] |= static_cast<uint32_t>(__ldg(from + w * kPerWord + e)) << 32 / kPerWord * e;
     }
-#pragma unroll
-    for (int w = 0; w < 4; ++w) x[w] |= w == word ? rest : 0;
   }
 }
 

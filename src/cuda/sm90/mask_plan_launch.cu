@@ -14,17 +14,19 @@ constexpr int64_t kMaxGranules = int64_t{1} << 29;
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
-bool vectors_fit(const MaskPlanArgs& args, int64_t element_bytes) {
-  const int64_t steps = args.stride_batch | args.stride_head | args.stride_line;
+Access access_of(const MaskPlanArgs& args, int64_t element_bytes) {
+  if (args.stride_along != 1) return Access::kElement;
+  const int64_t steps = args.stride_batch | args.stride_head | args.stride_line | args.along;
   const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(args.mask));
-  return args.stride_along == 1 && (address | steps * element_bytes) % kVectorBytes == 0;
+  if ((address | steps * element_bytes) % kVectorBytes == 0) return Access::kVector;
+  return element_bytes < 4 ? Access::kWords : Access::kElement;  // of 4 bytes and more, elements are coalesced loads as good
 }
 
 template <DType kType>
 const char* launch_classify(MaskPlanArgs args, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(typename MaskElement<kType>::Bits);
-  const bool vector = vectors_fit(args, kBytes);
-  const int64_t strip = vector ? kWarpSize * kVectorBytes / kBytes : kGranule;
+  const Access access = access_of(args, kBytes);
+  const int64_t strip = access == Access::kElement ? kGranule : kWarpSize * kVectorBytes / kBytes;
   const int64_t line_granules = std::max<int64_t>(1, plan_granules(args.lines));
   const int64_t strips = std::max<int64_t>(1, ceil_div(args.along, strip));
   const int64_t blocks = args.plans * line_granules * strips;
@@ -34,10 +36,13 @@ const char* launch_classify(MaskPlanArgs args, cudaStream_t stream) {
   args.line_granules = Divisor(static_cast<uint32_t>(line_granules));
   args.strips = Divisor(static_cast<uint32_t>(strips));
   const dim3 grid(static_cast<unsigned>(blocks));
-  if (vector) {
-    flashsdpa_mask_plan_sm90<kType, Access::kVector><<<grid, kPlanThreads, 0, stream>>>(args);
-  } else {
-    flashsdpa_mask_plan_sm90<kType, Access::kElement><<<grid, kPlanThreads, 0, stream>>>(args);
+  const auto start = [&](auto* kernel) { kernel<<<grid, kPlanThreads, 0, stream>>>(args); };
+  if (access == Access::kVector) {
+    start(flashsdpa_mask_plan_sm90<kType, Access::kVector>);
+  } else if (access == Access::kElement) {
+    start(flashsdpa_mask_plan_sm90<kType, Access::kElement>);
+  } else if constexpr (kBytes < 4) {
+    start(flashsdpa_mask_plan_sm90<kType, Access::kWords>);
   }
   return error_text(cudaGetLastError());
 }
@@ -77,7 +82,7 @@ const char* launch_mask_plan_sm90(const void* params, const Launch& launch) {
   args.stride_along = mask.stride[along];
   args.lines = mask.size[line];
   args.along = args.lines == 0 ? 0 : mask.size[along];
-  args.heads = Divisor(static_cast<uint32_t>(mask.size[1]));
+  args.heads = Divisor(static_cast<uint32_t>(std::min<int64_t>(mask.size[1], INT32_MAX)));  // more are refused
   args.plan = p.plan;
   args.plan_words = plan_words(mask.size[2], mask.size[3]);
   args.rows = plan_granules(mask.size[2]);
