@@ -28,8 +28,8 @@ enum class Access {
   kWords,    // elements of one or two bytes, unit stride, any alignment: a lane loads the words its 16 bytes lie in
 };
 
-// Divides numbers below 2^31 by what the host knows, without a division: with 2^shift between 2^31 and 2^32 times the divisor the
-// factor is rounded up by less than one in 2^31.
+// Divides numbers below 2^31 by what the host knows: a multiplication and a shift. 2^shift is at least 2^31 * divisor, so the
+// rounding of the factor adds less than 1 / divisor to any quotient.
 struct Divisor {
   uint32_t divisor = 1, factor = 1u << 31, shift = 31;
   Divisor() = default;
@@ -59,12 +59,13 @@ struct MaskPlanArgs {
   int64_t rows, cols;  // granules over queries and over keys
 };
 
-// CTAs of the first kernel on a processor, by the registers for what is in flight.
+// CTAs of the first kernel on a processor, by the registers of what is in flight.
 template <DType kType, Access kAccess>
-constexpr int kPlanBlocks =
-    kAccess == Access::kWords || (kAccess == Access::kElement && kType == DType::kFloat64)                             ? 4
-    : kAccess == Access::kVector && (kType == DType::kFloat32 || kType == DType::kFloat64) ? 6
-                                                                                           : 5;
+constexpr int plan_blocks() {
+  constexpr int kSize = sizeof(typename MaskElement<kType>::Bits);
+  if (kAccess == Access::kVector) return kSize < 4 ? 5 : 6;
+  return kAccess == Access::kWords || kSize == 8 ? 4 : 5;
+}
 
 // What has been seen of a granule, each true if nonzero: some element keeps its score, removes it, or adds a value to it.
 struct Seen {
@@ -143,8 +144,7 @@ struct Strip {
 template <DType kType, Access kAccess, int kStripWords>
 __device__ Seen see_vectors(const Strip<kStripWords>& strip, const typename LaneBits<kType>::Bits* from, int line, int lane) {
   using Lane = LaneBits<kType>;
-  using Bits = typename Lane::Bits;
-  constexpr int kVector = Lane::kVector, kFields = Lane::kFields;
+  constexpr int kVector = Lane::kVector, kFields = Lane::kFields, kPerWord = kVector / 4;
   from += lane * kVector;
   const int count = strip.elements - lane * kVector;
   uint32_t x[kLinesPerWarp][4] = {};
@@ -153,7 +153,7 @@ __device__ Seen see_vectors(const Strip<kStripWords>& strip, const typename Lane
 #pragma unroll
       for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_vector(from, x[i]);
     }
-  } else if ((strip.first_word > 0 || lane > 0) && count >= kVector + 4 / static_cast<int>(sizeof(Bits))) {  // no word has bytes that are no line's
+  } else if ((strip.first_word > 0 || lane > 0) && count >= kVector + kPerWord) {  // whatever the alignment, words within the line
 #pragma unroll
     for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_words(from, x[i]);
   } else {
@@ -222,7 +222,7 @@ __device__ Seen see_elements(const Strip<2>& strip, const typename MaskElement<k
 
 // Grid: one CTA per (batch, head, granule of lines, strip along them), strips innermost.
 template <DType kType, Access kAccess>
-__global__ void __launch_bounds__(kPlanThreads, kPlanBlocks<kType, kAccess>)
+__global__ void __launch_bounds__(kPlanThreads, plan_blocks<kType, kAccess>())
     flashsdpa_mask_plan_sm90(const __grid_constant__ MaskPlanArgs args) {
   using Bits = typename MaskElement<kType>::Bits;
   constexpr int kStrip = kAccess == Access::kElement ? kGranule : kWarpSize * LaneBits<kType>::kVector;  // elements

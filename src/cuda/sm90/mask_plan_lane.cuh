@@ -36,7 +36,7 @@ struct MaskElement<DType::kFloat32> : ElementBits<uint32_t, 0xff800000> {};
 template <>
 struct MaskElement<DType::kFloat64> : ElementBits<uint64_t, 0xfff0000000000000> {};
 
-// The lowest `bits` bits of `value`, repeated.
+// `value`, of `bits` bits, repeated.
 FLASHSDPA_HOST_DEVICE constexpr uint32_t repeat(uint32_t value, int bits) {
   uint32_t word = 0;
   for (int at = 0; at < 32; at += bits) word |= value << at;
@@ -48,7 +48,7 @@ __device__ inline void load_vector(const void* from, uint32_t (&x)[4]) {
   x[0] = vector.x, x[1] = vector.y, x[2] = vector.z, x[3] = vector.w;
 }
 
-// 16 bytes from any address, by the five aligned words they lie in, or the four and the one behind.
+// 16 bytes from any address: the aligned words they lie in, and the one behind if these are four.
 __device__ inline void load_words(const void* from, uint32_t (&x)[4]) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(from);
   const uint32_t* words = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
