@@ -27,6 +27,7 @@ CASES = [("causal", "dense", shape, dtype) for shape in SHAPES for dtype in (tor
     ("causal", "transposed", (1, 1, 16384, 16384), torch.bool),
     ("causal", "misaligned", (1, 1, 16384, 16384), torch.bool),
     ("causal", "misaligned", (1, 1, 16384, 16384), torch.bfloat16),
+    ("random", "dense", (1, 16, 2048, 2048), torch.bfloat16),
     ("padding", "dense", (64, 1, 1, 8192), torch.bool),
 ]
 

@@ -66,3 +66,7 @@ class Emulator(Launchers):
     def configure(self, seed, processors):
         """The order of threads and of asynchronous work from now on, and how many blocks run at a time."""
         self.library.emulator_configure(seed, processors)
+
+    def mask_plan(self, mask, plan, stream=None):
+        super().mask_plan(mask, plan, stream)
+        self.library.emulator_finish()

@@ -1,5 +1,8 @@
 """The mask-plan kernels without a GPU: their sources on the emulator, every word as the plan in plain torch has it."""
 
+import ctypes
+import mmap
+import multiprocessing
 import platform
 
 import pytest
@@ -87,3 +90,51 @@ def test_one_odd_element(same, value, dtype):
             mask = torch.full((1, 1, 130, 200), rest, dtype=dtype)
             mask[0, 0, row, col] = number
             same(mask)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=dtype_name)
+def test_any_pattern_of_16_bits(same, dtype):
+    """Each alone in its granule: subnormals, NaN of any payload, infinities and zeros of either sign among them."""
+    g = generator("patterns")
+    edges = torch.tensor([sign | top | low for sign in (0, 0x8000) for top in (0, 0x0080, 0x0400, 0x7c00, 0x7f80) for low in (0, 1, 0x7f)])
+    patterns = torch.cat([edges, torch.randint(2**16, (2000,), generator=g)]).to(torch.uint16).view(dtype)
+    mask = torch.full((1, 1, 2, 64 * len(patterns)), -INF, dtype=dtype)
+    mask[0, 0, 1, 17::64] = patterns
+    same(mask)
+
+
+def test_any_byte_of_a_bool(emulator):
+    """What is not 0 is true."""
+    bytes_ = torch.arange(256, dtype=torch.uint8).repeat(64, 3)[None, None]
+    for offset in (0, 1, 16):
+        mask, got = bytes_[..., offset:], torch.full_like(reference_plan(bytes_[..., offset:] != 0), 0x7FFFFFFF)
+        emulator.mask_plan(mask.view(torch.bool), got)
+        assert torch.equal(got, reference_plan(mask != 0))
+
+
+def _plan_between_pages(emulator, dtype, rows, seq_k, pitch, at_end):
+    """The plan of a mask that starts, or ends, where memory that may be read does."""
+    page = mmap.PAGESIZE
+    memory = torch.frombuffer(mmap.mmap(-1, 3 * page), dtype=torch.uint8)
+    inside = memory[page : 2 * page].view(dtype)
+    count = (rows - 1) * pitch + seq_k
+    mask = (inside[len(inside) - count :] if at_end else inside).as_strided((1, 1, rows, seq_k), (0, 0, pitch, 1))
+    mask.copy_(content("causal", "pages", (1, 1, rows, seq_k), dtype))
+    want = reference_plan(mask)
+    got = torch.full_like(want, 0x7FFFFFFF)
+    for guard in (0, 2):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.data_ptr() + guard * page), page, 0) == 0
+    emulator.mask_plan(mask, got)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("at_end", (False, True), ids=("start", "end"))
+def test_nothing_outside_the_mask_is_read(emulator, at_end):
+    emulator.configure(1, 1)
+    fork = multiprocessing.get_context("fork")
+    for dtype in DTYPES:
+        for sizes in ((5, 67, 67), (1, 333, 333), (5, 80, 84), (5, 80, 83)):
+            child = fork.Process(target=_plan_between_pages, args=(emulator, dtype, *sizes, at_end))
+            child.start()
+            child.join(60)
+            assert child.exitcode == 0, f"{dtype_name(dtype)} {sizes}: ended with {child.exitcode}"

@@ -40,6 +40,25 @@ __device__ inline uint32_t add_low_half(uint32_t word, uint32_t c) {
   return sum;
 }
 
+// All ones where the floats are equal, else 0: one instruction, where a comparison and a choice are two.
+__device__ inline uint32_t equal(float a, float b) {
+  uint32_t mask;
+  asm("set.eq.u32.f32 %0, %1, %2;" : "=r"(mask) : "f"(a), "f"(b));
+  return mask;
+}
+
+// The same of each half of two pairs of 16-bit elements.
+template <bool kBFloat16>
+__device__ inline uint32_t equal_halves(uint32_t a, uint32_t b) {
+  uint32_t mask;
+  if constexpr (kBFloat16) {
+    asm("set.eq.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  } else {
+    asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  }
+  return mask;
+}
+
 // a - b, where the compiler must not make it a multiply-add.
 __device__ inline float subtract(float a, float b) {
   float difference;

@@ -100,4 +100,20 @@ inline uint32_t __float_as_uint(float x) { return from_word<uint32_t>(to_word(x)
 inline float __uint_as_float(uint32_t x) { return from_word<float>(x); }
 inline float __int_as_float(int x) { return from_word<float>(to_word(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
+  for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
+  return sum;
+}
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) << shift % 32 >> 32);
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> shift % 32);
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }

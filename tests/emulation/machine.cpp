@@ -415,6 +415,9 @@ extern "C" __attribute__((visibility("default"))) void emulator_configure(uint64
   emulation::machine.processors = processors;
 }
 
+// The last grid may have let the next one start, and there is none.
+extern "C" __attribute__((visibility("default"))) void emulator_finish() { emulation::run_all(); }
+
 cudaError_t cudaGetLastError() { return emulation::machine.failure.empty() ? cudaSuccess : cudaErrorLaunchFailure; }
 const char* cudaGetErrorString(cudaError_t) { return emulation::machine.failure.c_str(); }
 cudaError_t cudaGetDevice(int* device) {

@@ -120,6 +120,16 @@ def test_one_odd_element(value, dtype):
             check(mask)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=dtype_name)
+def test_every_pattern_of_16_bits(dtype):
+    """Each alone in its granule: the hardware's comparison with -inf meets every subnormal and NaN."""
+    mask = torch.full((1, 1, 256 * GRANULE, 256 * GRANULE), -INF, dtype=dtype, device="cuda")
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(dtype)
+    mask[0, 0, 5::GRANULE, 50::GRANULE] = patterns.view(256, 256)
+    check(mask)
+    check(torch.nn.functional.pad(mask, (1, 2))[..., 1:-2])  # rows at no multiple of 16 bytes
+
+
 @pytest.mark.parametrize("background", (False, True))
 def test_one_odd_bool(background):
     for row, col in ((0, 0), (63, 63), (64, 127), (129, 199), (100, 70)):

@@ -14,93 +14,62 @@
 
 #include "../../mask_plan.h"
 #include "../../params.h"
+#include "../../ptx/grid.cuh"
+#include "mask_plan_lane.cuh"
 
 namespace flashsdpa {
 
-constexpr int kWarpSize = 32;
-constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int kPlanWarps = 8;  // per CTA, both kernels
+constexpr int kPlanWarps = kGranule / kLinesPerWarp;  // per CTA, both kernels
 constexpr int kPlanThreads = kPlanWarps * kWarpSize;
-constexpr int kLinesPerWarp = kGranule / kPlanWarps;
-constexpr int kVectorBytes = 16;
 
 enum class Access {
   kElement,  // any strides: a lane loads single elements
-  kVector,   // unit stride along a line and lines aligned to 16 bytes: a lane loads 16 bytes
+  kVector,   // unit stride along a line, lines aligned to 16 bytes and a multiple of them long: a lane loads 16 bytes
+  kWords,    // elements of one or two bytes, unit stride, any alignment: a lane loads the words its 16 bytes lie in
+};
+
+// Divides numbers below 2^31 by what the host knows: a multiplication and a shift. 2^shift is at least 2^31 * divisor, so the
+// rounding of the factor adds less than 1 / divisor to any quotient.
+struct Divisor {
+  uint32_t divisor = 1, factor = 1u << 31, shift = 31;
+  Divisor() = default;
+  explicit Divisor(uint32_t divisor) : divisor(divisor) {
+    while (uint64_t{1} << (shift - 31) < divisor) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor);
+  }
+  // Returns the quotient and leaves the remainder.
+  __device__ uint32_t split(uint32_t* number) const {
+    const uint32_t quotient = static_cast<uint32_t>(static_cast<uint64_t>(*number) * factor >> shift);
+    *number -= quotient * divisor;
+    return quotient;
+  }
 };
 
 struct MaskPlanArgs {
   const void* mask;
   int64_t stride_batch, stride_head, stride_line, stride_along;  // in elements
   int64_t lines, along;            // sizes; along is 0 if the mask has no element
-  uint32_t heads;                  // of the mask: 1 where it broadcasts
-  uint32_t line_granules, strips;  // of one (batch, head), each at least 1
+  Divisor heads;                   // of the mask: 1 where it broadcasts
+  Divisor line_granules, strips;   // of one (batch, head), each at least 1
   bool along_queries;              // a line runs over queries, not keys
   int32_t* plan;                   // (batch, heads, plan_words)
-  int64_t plan_words, bits_offset, bits_stride;
+  int64_t plans;                   // batch * heads
+  int64_t plan_words, bits_offset;
+  uint32_t bits_stride;
   int64_t rows, cols;  // granules over queries and over keys
 };
 
-// An element as raw bits. kRemoved is the pattern of -inf; a bool is removed by being zero.
-template <typename Unsigned, Unsigned kPattern>
-struct ElementBits {
-  using Bits = Unsigned;
-  static constexpr Bits kRemoved = kPattern;
-};
-template <DType kType>
-struct MaskElement;
-template <>
-struct MaskElement<DType::kBool> : ElementBits<uint8_t, 0> {};
-template <>
-struct MaskElement<DType::kBFloat16> : ElementBits<uint16_t, 0xff80> {};
-template <>
-struct MaskElement<DType::kFloat16> : ElementBits<uint16_t, 0xfc00> {};
-template <>
-struct MaskElement<DType::kFloat32> : ElementBits<uint32_t, 0xff800000> {};
-template <>
-struct MaskElement<DType::kFloat64> : ElementBits<uint64_t, 0xfff0000000000000> {};
-
-// 8 bytes of elements at a time.
-template <DType kType>
-struct Packed {
-  using Bits = typename MaskElement<kType>::Bits;
-  static constexpr int kElements = 8 / sizeof(Bits), kElementBits = 8 * sizeof(Bits);
-  static constexpr Bits kOnes = static_cast<Bits>(~Bits{0});
-  static constexpr uint64_t kSplat = ~uint64_t{0} / kOnes;  // bits * kSplat is one element, repeated
-  static constexpr uint64_t kTopBits = kSplat << (kElementBits - 1);
-
-  // The top bit of each element that is not zero.
-  FLASHSDPA_HOST_DEVICE static uint64_t nonzero(uint64_t x) { return (((x & ~kTopBits) + ~kTopBits) | x) & kTopBits; }
-  // Top bits to the low kElements bits, the first element lowest.
-  FLASHSDPA_HOST_DEVICE static uint32_t gather(uint64_t tops) {
-    const uint64_t ones = tops >> (kElementBits - 1);
-    if constexpr (kElements == 8) return static_cast<uint32_t>(ones * 0x0102040810204080u >> 56);
-    if constexpr (kElements == 4) return static_cast<uint32_t>(ones | ones >> 15 | ones >> 30 | ones >> 45) & 0xf;
-    if constexpr (kElements == 2) return static_cast<uint32_t>(ones | ones >> 31) & 3;
-    return static_cast<uint32_t>(ones);
-  }
-  // The top bits of the first `count` elements.
-  FLASHSDPA_HOST_DEVICE static uint64_t first(int64_t count) {
-    return count >= kElements ? kTopBits : count <= 0 ? 0 : kTopBits & ((uint64_t{1} << count * kElementBits) - 1);
-  }
-  FLASHSDPA_HOST_DEVICE static uint64_t kept(uint64_t packed) { return nonzero(packed ^ kSplat * MaskElement<kType>::kRemoved); }
-};
+// CTAs of the first kernel on a processor, by the registers of what is in flight.
+template <DType kType, Access kAccess>
+constexpr int plan_blocks() {
+  constexpr int kSize = sizeof(typename MaskElement<kType>::Bits);
+  if (kAccess == Access::kVector) return kSize < 4 ? 5 : 6;
+  return kAccess == Access::kWords || kSize == 8 ? 4 : 5;
+}
 
 // What has been seen of a granule, each true if nonzero: some element keeps its score, removes it, or adds a value to it.
-template <DType kType>
 struct Seen {
-  using P = Packed<kType>;
-  uint64_t kept = 0, removed = 0, shifted = 0;
-
-  // Returns which of the elements keep their score, a bit each. `there`: the top bits of those that exist.
-  FLASHSDPA_HOST_DEVICE uint32_t add(uint64_t packed, uint64_t there = P::kTopBits) {
-    const uint64_t tops = P::kept(packed) & there;
-    kept |= tops;
-    removed |= ~tops & there;
-    // +0 and -0 add nothing; of the rest, what is no -inf adds.
-    if constexpr (kType != DType::kBool) shifted |= P::nonzero(packed & ~P::kTopBits) & tops;
-    return P::gather(tops);
-  }
+  uint32_t kept = 0, removed = 0, shifted = 0;
 };
 
 FLASHSDPA_HOST_DEVICE inline GranuleClass granule_class(bool kept, bool removed, bool shifted) {
@@ -112,33 +81,44 @@ __device__ inline int32_t plan_entry(int64_t granule, GranuleClass granule_class
   return granule_class == kEmpty ? 0 : static_cast<int32_t>(granule << 2 | granule_class);
 }
 
-// Each lane's lowest kCount bits, those of neighbouring lanes put together; whole in every (32 / kCount)-th lane.
-template <int kCount>
-__device__ inline uint32_t join_lanes(uint32_t bits) {
-#pragma unroll
-  for (int width = kCount, lanes = 1; width < 32; width *= 2, lanes *= 2) {
-    bits |= __shfl_down_sync(kAllLanes, bits, lanes) << width;
-  }
-  return bits;
-}
-
-// Where a CTA leaves the bits of its strip, in words of 32 elements along a line. Along keys that is the plan. Along
-// queries it is shared memory, from where each warp turns blocks of 32 x 32 bits around.
+// The strip of a CTA: 64 lines, kWords words of 32 elements along each. Its bits go to the plan where lines are queries; where
+// they are keys, to shared memory, from where each warp turns blocks of 32 x 32 bits around.
 template <int kWords>
-struct StripBits {
+struct Strip {
   const MaskPlanArgs& args;
-  uint32_t* plan_bits;  // of this (batch, head)
-  int64_t first_line;   // of the granule
-  int64_t first_word;   // of the strip, along the lines
+  uint32_t* plan_bits;             // of this (batch, head)
   uint32_t (*turned)[kWords + 1];  // 64 lines; the odd length keeps a column of it in different banks
+  int64_t first_line, first_word;
+  int lines, words, elements;      // that exist: words of the plan, elements of the mask
+  uint32_t* line_bits;             // of the first line, from the first word on
 
-  __device__ void put(int line, int word, uint32_t bits) const {
-    const int64_t w = first_word + word;
+  __device__ Strip(const MaskPlanArgs& args, int32_t* plan, uint32_t (*turned)[kWords + 1], int64_t line_granule, int64_t strip)
+      : args(args), plan_bits(reinterpret_cast<uint32_t*>(plan + args.bits_offset)), turned(turned),
+        first_line(line_granule * kGranule), first_word(strip * kWords),
+        lines(static_cast<int>(min(args.lines - first_line, kGranule))),
+        words(static_cast<int>(min(2 * args.cols - first_word, int64_t{kWords}))),
+        elements(static_cast<int>(min(args.along - 32 * first_word, int64_t{32 * kWords}))),
+        line_bits(plan_bits + first_line * args.bits_stride + first_word) {}
+
+  // The same word of lines `step` apart, from `line` on.
+  template <int kCount>
+  __device__ void put(int line, int step, int word, const uint32_t (&bits)[kCount]) const {
     if (args.along_queries) {
-      turned[line][word] = bits;
-    } else if (first_line + line < args.lines && w < 2 * args.cols) {
-      plan_bits[(first_line + line) * args.bits_stride + w] = bits;
+#pragma unroll
+      for (int r = 0; r < kCount; ++r) turned[line + r * step][word] = bits[r];
+    } else if (word < words) {
+      uint32_t* to = line_bits + static_cast<uint64_t>(static_cast<uint32_t>(line)) * args.bits_stride + word;
+#pragma unroll
+      for (int r = 0; r < kCount; ++r) {
+        if (line + r * step < lines) to[r * step * static_cast<int64_t>(args.bits_stride)] = bits[r];
+      }
     }
+  }
+
+  // From the line before to where `line` is read: past the end the last line is read again, which changes no class.
+  template <typename Bits>
+  __device__ void next(int line, const Bits*& from) const {
+    if (line < lines) from += args.stride_line;
   }
 
   // Of masks along queries; after a barrier. Lines are keys: the two words of each query that this granule of keys is.
@@ -147,7 +127,7 @@ struct StripBits {
       const int half = block % 2, word = block / 2;  // of the keys; of the queries
       const int64_t query = (first_word + word) * 32 + lane;
       // One key stands for all.
-      const bool there = args.lines == 1 || first_line + 32 * half + lane < args.lines;
+      const bool there = args.lines == 1 || 32 * half + lane < lines;
       const uint32_t queries = there ? turned[args.lines == 1 ? 0 : 32 * half + lane][word] : 0;
       uint32_t mine = 0;
 #pragma unroll
@@ -160,84 +140,118 @@ struct StripBits {
   }
 };
 
+// What a lane has seen of a warp's lines, the first of which is `line`, and the strip's part of it `from`. The bits are put.
+template <DType kType, Access kAccess, int kStripWords>
+__device__ Seen see_vectors(const Strip<kStripWords>& strip, const typename LaneBits<kType>::Bits* from, int line, int lane) {
+  using Lane = LaneBits<kType>;
+  constexpr int kVector = Lane::kVector, kFields = Lane::kFields, kPerWord = kVector / 4;
+  from += lane * kVector;
+  const int count = strip.elements - lane * kVector;
+  uint32_t x[kLinesPerWarp][4] = {};
+  if constexpr (kAccess == Access::kVector) {
+    if (count > 0) {
+#pragma unroll
+      for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_vector(from, x[i]);
+    }
+  } else if ((strip.first_word > 0 || lane > 0) && count >= kVector + kPerWord) {  // whatever the alignment, words within the line
+#pragma unroll
+    for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_words(from, x[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_elements(from, count, x[i]);
+  }
+  Lane bits;
+#pragma unroll
+  for (int i = 0; i < kLinesPerWarp; ++i) bits.add(i, x[i]);
+
+  uint32_t fields[Lane::kWords];
+  bits.kept(fields);
+  const uint32_t existing = Lane::existing(count);
+  Seen seen{0, 0, bits.any_shifted()};
+#pragma unroll
+  for (int r = 0; r < Lane::kWords; ++r) {
+    seen.removed |= ~fields[r] & existing;
+    fields[r] &= existing;
+    seen.kept |= fields[r];
+  }
+  Lane::exchange(fields, lane);
+  const int field = lane % kFields;
+  if (field < kLinesPerWarp) strip.put(line + field, kFields, lane / kFields, fields);
+  return seen;
+}
+
+// The same by elements, kGranule of them a line; one key stands for all.
+template <DType kType>
+__device__ Seen see_elements(const Strip<2>& strip, const typename MaskElement<kType>::Bits* from, int line, int lane) {
+  using Element = MaskElement<kType>;
+  using Bits = typename Element::Bits;
+  const bool one = strip.args.along == 1;
+  bool exists[2];
+  int64_t place[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    exists[half] = one || half * 32 + lane < strip.elements;
+    place[half] = one ? 0 : (half * 32 + lane) * strip.args.stride_along;
+  }
+  Bits element[kLinesPerWarp][2];
+#pragma unroll
+  for (int i = 0; i < kLinesPerWarp; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) element[i][half] = exists[half] ? __ldg(from + place[half]) : Bits{0};
+    strip.next(line + i + 1, from);
+  }
+  Seen seen;
+  uint32_t mine[1] = {};  // lane 2 * i + half has a word
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t all = __ballot_sync(kAllLanes, exists[half]);
+#pragma unroll
+    for (int i = 0; i < kLinesPerWarp; ++i) {
+      const bool kept = element[i][half] != Element::kRemoved;
+      const uint32_t word = __ballot_sync(kAllLanes, kept) & all;
+      if (lane == 2 * i + half) mine[0] = word;
+      seen.kept |= word;
+      seen.removed |= word ^ all;
+      // +0 and -0 add nothing; of the rest, what is no -inf adds.
+      if (kType != DType::kBool && kept && (element[i][half] & Element::kMagnitude) != 0) seen.shifted = 1;
+    }
+  }
+  if (lane < 2 * kLinesPerWarp) strip.put(line + lane / 2, 0, lane % 2, mine);
+  return seen;
+}
+
 // Grid: one CTA per (batch, head, granule of lines, strip along them), strips innermost.
 template <DType kType, Access kAccess>
-__global__ void __launch_bounds__(kPlanThreads)
+__global__ void __launch_bounds__(kPlanThreads, plan_blocks<kType, kAccess>())
     flashsdpa_mask_plan_sm90(const __grid_constant__ MaskPlanArgs args) {
   using Bits = typename MaskElement<kType>::Bits;
-  constexpr int kVector = kVectorBytes / sizeof(Bits);
-  constexpr int kStrip = kAccess == Access::kVector ? kWarpSize * kVector : kGranule;  // elements
+  constexpr int kStrip = kAccess == Access::kElement ? kGranule : kWarpSize * LaneBits<kType>::kVector;  // elements
   constexpr int kStripGranules = kStrip / kGranule, kStripWords = kStrip / 32;
   constexpr int kGranuleLanes = kWarpSize / kStripGranules;  // neighbouring lanes hold one granule
 
   __shared__ uint32_t s_kept[kPlanWarps], s_removed[kPlanWarps], s_shifted[kPlanWarps];  // bit per lane
   __shared__ uint32_t s_turned[kGranule][kStripWords + 1];
 
+  ptx::launch_dependents();  // the lists kernel waits for the end of this one
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  uint32_t rest = blockIdx.x;
-  const uint32_t strip = rest % args.strips;
-  rest /= args.strips;
-  const uint32_t line_granule = rest % args.line_granules;
-  const int64_t plan_index = rest / args.line_granules;
-  const int64_t batch = plan_index / args.heads, head = plan_index % args.heads;
+  uint32_t strip_index = blockIdx.x;
+  uint32_t line_granule = args.strips.split(&strip_index);
+  const uint32_t plan_index = args.line_granules.split(&line_granule);
+  uint32_t head = plan_index;
+  const uint32_t batch = args.heads.split(&head);
 
-  const int64_t line0 = line_granule * kGranule + warp;
-  const int64_t along0 = static_cast<int64_t>(strip) * kStrip;
-  const Bits* mask =
-      static_cast<const Bits*>(args.mask) + batch * args.stride_batch + head * args.stride_head;
   int32_t* plan = args.plan + plan_index * args.plan_words;
-  const StripBits<kStripWords> out{args, reinterpret_cast<uint32_t*>(plan + args.bits_offset), line_granule * kGranule,
-                                   along0 / 32, s_turned};
-  // Past the end the last line is read again, which changes no class.
-  auto line = [&](int i) { return mask + min(line0 + i * kPlanWarps, args.lines - 1) * args.stride_line; };
+  const Strip<kStripWords> strip(args, plan, s_turned, line_granule, strip_index);
+  const int line = warp * kLinesPerWarp;
+  const Bits* from = static_cast<const Bits*>(args.mask) + batch * args.stride_batch + head * args.stride_head +
+                     (strip.first_line + min(line, strip.lines - 1)) * args.stride_line +
+                     static_cast<int64_t>(strip_index) * kStrip * args.stride_along;
 
-  Seen<kType> seen;
-  if constexpr (kAccess == Access::kVector) {
-    constexpr int kHalf = Packed<kType>::kElements;
-    const int64_t begin = along0 + lane * kVector, there = args.along - begin;
-    ulonglong2 packed[kLinesPerWarp];
-    if (there >= kVector) {
-#pragma unroll
-      for (int i = 0; i < kLinesPerWarp; ++i) {
-        packed[i] = __ldg(reinterpret_cast<const ulonglong2*>(line(i) + begin));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLinesPerWarp; ++i) {
-        packed[i] = {0, 0};
-#pragma unroll 1
-        for (int e = 0; e < there; ++e) {
-          const uint64_t element = static_cast<uint64_t>(__ldg(line(i) + begin + e)) << e % kHalf * (64 / kHalf);
-          (e < kHalf ? packed[i].x : packed[i].y) |= element;
-        }
-      }
-    }
-    const uint64_t first = Packed<kType>::first(there), second = Packed<kType>::first(there - kHalf);
-#pragma unroll
-    for (int i = 0; i < kLinesPerWarp; ++i) {
-      const uint32_t word = join_lanes<kVector>(seen.add(packed[i].x, first) | seen.add(packed[i].y, second) << kHalf);
-      if (lane % (32 / kVector) == 0) out.put(warp + i * kPlanWarps, lane / (32 / kVector), word);
-    }
+  Seen seen;
+  if constexpr (kAccess != Access::kElement) {
+    seen = see_vectors<kType, kAccess>(strip, from, line, lane);
   } else if (args.lines > 0) {
-    uint64_t element[kLinesPerWarp][2];
-    // One key stands for all.
-    const auto place = [&](int half) { return args.along == 1 ? 0 : along0 + half * 32 + lane; };
-    const auto there = [&](int half) { return place(half) < args.along; };
-#pragma unroll
-    for (int i = 0; i < kLinesPerWarp; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        element[i][half] = there(half) ? __ldg(line(i) + place(half) * args.stride_along) : Bits{0};
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kLinesPerWarp; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t word = __ballot_sync(kAllLanes, seen.add(element[i][half], Packed<kType>::first(there(half))));
-        if (lane == 0) out.put(warp + i * kPlanWarps, half, word);
-      }
-    }
+    seen = see_elements<kType>(strip, from, line, lane);
   }
 
   const uint32_t kept = __ballot_sync(kAllLanes, seen.kept != 0);
@@ -249,12 +263,12 @@ __global__ void __launch_bounds__(kPlanThreads)
     s_shifted[warp] = shifted;
   }
   __syncthreads();
-  if (args.along_queries) out.turn(warp, lane);
+  if (args.along_queries) strip.turn(warp, lane);
 
-  if (strip == 0 && line_granule == 0 && threadIdx.x < kPlanHeader) {
+  if (strip_index == 0 && line_granule == 0 && threadIdx.x < kPlanHeader) {
     plan[threadIdx.x] = threadIdx.x == 0 ? kPlanVersion : 0;  // the counts are summed by the second kernel
   }
-  const int64_t along_granule = static_cast<int64_t>(strip) * kStripGranules + threadIdx.x;
+  const int64_t along_granule = static_cast<int64_t>(strip_index) * kStripGranules + threadIdx.x;
   if (threadIdx.x >= kStripGranules || along_granule * kGranule >= args.along) return;
   uint32_t any_kept = 0, any_removed = 0, any_shifted = 0;
   for (int w = 0; w < kPlanWarps; ++w) {
@@ -270,21 +284,22 @@ __global__ void __launch_bounds__(kPlanThreads)
   plan[plan_col_offset(col, args.rows, args.cols) + 1 + row] = plan_entry(row, kind);
 }
 
-// Grid: one warp per list, the rows and then the columns of each plan. `queries`: of the mask.
+// Grid: one warp per list, the rows and then the columns of each plan. Launched behind the first kernel.
 static __global__ void __launch_bounds__(kPlanThreads)
-    flashsdpa_mask_plan_lists_sm90(const __grid_constant__ MaskPlanArgs args, int64_t plan_count, int64_t queries) {
+    flashsdpa_mask_plan_lists_sm90(const __grid_constant__ MaskPlanArgs args) {
   constexpr int kUnroll = 8;  // loads of a warp in flight: one round serves lists of up to 256 granules
   const int lane = threadIdx.x % kWarpSize;
   const int64_t rows = args.rows, cols = args.cols;
   const int64_t list = static_cast<int64_t>(blockIdx.x) * kPlanWarps + threadIdx.x / kWarpSize;
   const int64_t plan_index = list / (rows + cols), index = list % (rows + cols);
-  if (plan_index >= plan_count) return;
+  if (plan_index >= args.plans) return;
   int32_t* plan = args.plan + plan_index * args.plan_words;
   const bool is_row = index < rows;
   const int length = static_cast<int>(is_row ? cols : rows);
   int32_t* words = plan + (is_row ? plan_row_offset(index, cols) : plan_col_offset(index - rows, rows, cols));
   int32_t* entries = words + 1;
 
+  ptx::wait_for_grid_before();
   int count = 0, full = 0;
   for (int begin = 0; begin < length; begin += kUnroll * kWarpSize) {
     int32_t entry[kUnroll];
@@ -304,6 +319,7 @@ static __global__ void __launch_bounds__(kPlanThreads)
     }
   }
   for (int i = count + lane; i < length; i += kWarpSize) entries[i] = 0;
+  const int64_t queries = args.along_queries ? args.along : args.lines;
   if (is_row && cols % 2) {  // the word of each query that makes their number even
     for (int64_t q = index * kGranule + lane; q < min((index + 1) * kGranule, queries); q += kWarpSize) {
       *reinterpret_cast<int64_t*>(plan + args.bits_offset + q * args.bits_stride + 2 * cols) = 0;

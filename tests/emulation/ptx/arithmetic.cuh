@@ -26,6 +26,15 @@ void unpack(uint32_t pair, float& low, float& high) {
   high = unpack<kBFloat16>(static_cast<uint16_t>(pair >> 16));
 }
 
+inline uint32_t equal(float a, float b) { return a == b ? 0xffffffffu : 0; }
+template <bool kBFloat16>
+uint32_t equal_halves(uint32_t a, uint32_t b) {
+  float a_low, a_high, b_low, b_high;
+  unpack<kBFloat16>(a, a_low, a_high);
+  unpack<kBFloat16>(b, b_low, b_high);
+  return (a_low == b_low ? 0xffffu : 0) | (a_high == b_high ? 0xffff0000u : 0);
+}
+
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.f / x; }
 inline float clamp_keep(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
