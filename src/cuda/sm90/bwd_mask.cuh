@@ -60,13 +60,14 @@ struct BwdBlockMask<Tile, true> {
   // Scores scaled, where that comes before values, and the values added.
   template <bool kBFloat16, int kCount>
   __device__ void add_values(const BwdArgs& args, const FwdWork& work, int slot, float (&s)[kCount]) const {
-    if (args.sign != 1.f) {
+    const bool mixed = kind(args, bwd_visit(shared, slot)) == kMixed;
+    if (args.sign != 1.f && (Tile::kTerms || !mixed)) {  // else with the values, rounded once; with terms `pre` rounds twice
 #pragma unroll
       for (float& score : s) score *= args.sign;
     }
-    if (kind(args, bwd_visit(shared, slot)) != kMixed) return;
+    if (!mixed) return;
     with_values(args.mask, [&](const auto& values) {
-      values.template add<kBFloat16>(args.mask, [&] { return origin(args.mask, work, slot); }, s);
+      values.template add<kBFloat16>(args.mask, [&] { return origin(args.mask, work, slot); }, Tile::kTerms ? 1.f : args.sign, s);
     });
   }
 

@@ -120,8 +120,8 @@ __device__ inline float restored_shift(const BwdPreArgs& args, const RowsPlace& 
       if (args.mask.values) score = ptx::subtract(score, -mask_value<kBFloat16>(args.mask, at, row, j));
       if (args.mask.plan && !mask_keeps(args.mask, at, row, j)) continue;
     } else if constexpr (kMasked) {
-      score *= args.scale;
-      if (args.mask.values) score = ptx::subtract(score, -mask_value<kBFloat16>(args.mask, at, row, j));
+      // As the other kernels do it: rounded once.
+      score = args.mask.values ? fmaf(score, args.scale, mask_value<kBFloat16>(args.mask, at, row, j)) : score * args.scale;
       if (!mask_keeps(args.mask, at, row, j)) continue;
     } else {
       score *= args.scale;

@@ -51,9 +51,9 @@ struct BwdValues {
     load_parts<kAtOnce>(mask, origin, 0);
   }
 
-  // s += values. -inf removes a score also where it is NaN. origin(): as it was for `load`.
+  // s = s * sign + values. -inf removes a score also where it is NaN. origin(): as it was for `load`.
   template <bool kBFloat16, typename Origin, int kCount>
-  __device__ void add(const FwdMask& mask, const Origin& origin, float (&s)[kCount]) const {
+  __device__ void add(const FwdMask& mask, const Origin& origin, float sign, float (&s)[kCount]) const {
     constexpr int kScores = kCount / kParts;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -61,7 +61,25 @@ struct BwdValues {
         ptx::copy_async_wait();
         __syncwarp();
       }
-      add_part<kBFloat16>(place(part), s, std::integral_constant<int, kScores>(), part * kScores);
+      const auto for_each = [&](const auto& act) {
+        for_each_pair<kBFloat16>(place(part), s, std::integral_constant<int, kScores>(), part * kScores, act);
+      };
+      const auto remove = [](float& x, float& y, float low, float high) {
+        if (low == kMinusInfinity) x = kMinusInfinity;
+        if (high == kMinusInfinity) y = kMinusInfinity;
+      };
+      // Where a sum is NaN, which is hardly ever met, all is read again for what is to be removed. Between parts that spills.
+      constexpr bool kRemoveLater = kParts == kAtOnce;
+      bool any_nan = false;
+      for_each([&](float& x, float& y, float low, float high) {
+        x = fmaf(x, sign, low);
+        y = fmaf(y, sign, high);
+        if constexpr (!kRemoveLater) remove(x, y, low, high);
+        any_nan |= x != x || y != y;
+      });
+      if constexpr (kRemoveLater) {
+        if (__any_sync(0xffffffffu, any_nan)) for_each(remove);
+      }
       if (part + kAtOnce < kParts) {
         __syncwarp();
         load_parts<1>(mask, origin(), part + kAtOnce);
@@ -104,10 +122,9 @@ struct BwdValues {
     }
   }
 
-  // To kScores scores from `first` on.
-  template <bool kBFloat16, int kCount, typename Scores>
-  __device__ void add_part(uint32_t values, float (&s)[kCount], Scores, int first) const {
-    const auto add_value = [](float& score, float value) { score = value == kMinusInfinity ? kMinusInfinity : score + value; };
+  // act(score, score, their values) for the scores from `first` on.
+  template <bool kBFloat16, int kCount, typename Scores, typename Act>
+  __device__ void for_each_pair(uint32_t values, float (&s)[kCount], Scores, int first, const Act& act) const {
     // Rows of values are rows of scores, or columns.
     constexpr int kRow = Tile::kByKeys ? kSize : kRowBytes, kColumn = Tile::kByKeys ? kRowBytes : kSize;
     if constexpr (kSize == 2) {
@@ -122,8 +139,7 @@ struct BwdValues {
         for (int t = 0; t < 4; ++t) {
           float value[2];
           ptx::unpack<kBFloat16>(pairs[t], value[0], value[1]);
-          add_value(s[first + i + 2 * t], value[0]);
-          add_value(s[first + i + 2 * t + 1], value[1]);
+          act(s[first + i + 2 * t], s[first + i + 2 * t + 1], value[0], value[1]);
         }
       }
     } else {
@@ -138,8 +154,7 @@ struct BwdValues {
         } else {
           ptx::load_shared_floats(address(0), value[0], value[1]);
         }
-        add_value(s[first + i], value[0]);
-        add_value(s[first + i + 1], value[1]);
+        act(s[first + i], s[first + i + 1], value[0], value[1]);
       }
     }
   }
