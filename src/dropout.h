@@ -5,14 +5,19 @@
 // the least number of rounds with which it passes BigCrush there, and they are most of what dropout costs.
 // Each (batch, query head) has a stream of its own, the four words (s0, s1, s2, s3) of Philox(key: seed; counter: offset,
 // offset >> 32, batch, head). A call Philox(key: s0, s1; counter: block of keys, block of queries, s2, s3) then decides
-// eight scores, with 16 bits for each: a score is kept where its bits are below Dropout::kept.
+// sixteen scores, by a byte for each:
 //
-//   queries q, q + 8 (bit 3 of q is 0)  x  keys k, k + 1, k + 8, k + 9 (bits 0 and 3 of k are 0):
-//   word 0: key k, word 1: key k + 1, word 2: key k + 8, word 3: key k + 9; low half: query q, high half: query q + 8
+//   word 0, 1, 2, 3: queries q, q + 1, q + 8, q + 9  x  byte 0, 1, 2, 3 of it: keys k, k + 1, k + 8, k + 9
+//   (bits 0 and 3 of q and k are 0)
 //
-// In a wgmma accumulator whose rows are queries a thread holds just these eight, of two neighbouring groups of 8 columns;
-// where rows are keys it holds four of them, and lanes 4 apart can share two calls. In S^T (keys x queries) calls of eight
-// consecutive q are the lanes of vectors: each word gives one key's 8 or 16 neighbouring queries.
+// Of the 2^16 values that 16 bits would have, Dropout::kept = 256 K + r keep a score. Its byte alone says that it is kept, if less
+// than K, or dropped, if greater; where it is K, the call's tie byte t, the xor of its sixteen bytes, says whether: t < r. Given one
+// byte, t is uniform, so the probability is kept / 2^16 exactly; any fourteen others are independent of both. Two scores whose
+// bytes are K in one call share their t, which is all that decisions have to do with each other: a pair in 2^16.
+//
+// In an accumulator of wgmma or mma a lane holds half of what a call decides, rows r and r + 8 being queries or keys, and the
+// lane of row r ^ 1, 4 lanes away, the other half. In S^T (keys x queries) a word's bytes go to four keys, and calls of
+// neighbouring blocks of queries fill a vector.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +28,27 @@ namespace flashsdpa {
 
 constexpr uint32_t kDropoutOne = 1 << 16;  // the probability 1: p is honoured in steps of 2^-16
 
-// How many of the 2^16 values of a score's bits keep it.
+// How many of 2^16 values keep a score.
 constexpr uint32_t dropout_kept(double p) { return kDropoutOne - uint32_t(p * kDropoutOne + 0.5); }
 
-// The index, in a counter, of the block that has a query or key.
-FLASHSDPA_DEVICE constexpr uint32_t dropout_query_block(int64_t query) { return uint32_t(query >> 4 << 3 | (query & 7)); }
-FLASHSDPA_DEVICE constexpr uint32_t dropout_key_block(int64_t key) { return uint32_t(key >> 4 << 2 | (key >> 1 & 3)); }
+// The index, in a counter, of the block that has a query, or a key.
+template <typename Place>
+FLASHSDPA_DEVICE constexpr uint32_t dropout_block(Place place) {
+  return uint32_t(place >> 4 << 2 | (place >> 1 & 3));
+}
+
+// Four decisions at once, or more, of words whose bytes are scores: each is in its byte's upper bit. A score is dropped where its byte
+// is not below K, or, where the call's tie byte is less than r, not below K + 1: where a subtraction does not borrow.
+constexpr uint32_t kDropoutSigns = 0x80808080u;
+FLASHSDPA_DEVICE constexpr uint32_t dropout_bytes(uint32_t kept) { return (kept >> 8) * 0x01010101u; }  // K in each
+// What is to be taken off word | kDropoutSigns, so that the upper bits are those of lower parts that do not borrow.
+FLASHSDPA_DEVICE constexpr uint32_t dropout_taken_off(uint32_t bytes, bool tie_keeps) {
+  return (bytes & ~kDropoutSigns) + (tie_keeps ? 0x01010101u : 0);
+}
+template <typename W>
+FLASHSDPA_DEVICE constexpr W dropout_keeps(W word, W bytes, W no_borrow) {
+  return ~((word & ~bytes) | (~(word ^ bytes) & no_borrow));
+}
 
 // Philox4x32 of a counter c, in place. W holds 64 bits, or lanes of 64 bits, whose low halves are the words; what the
 // high halves hold is of no interest. product(a, m): the 64 bits of (low half of a) * m. The caller's, so that a template

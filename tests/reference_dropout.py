@@ -27,11 +27,16 @@ def dropout_kept(state, p, batch, heads, seq_q, seq_k):
     lead = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
     stream = philox4x32([offset & LOW, offset >> 32 & LOW, *lead], [seed & LOW, seed >> 32 & LOW])
     i, j = torch.arange(seq_q)[:, None], torch.arange(seq_k)
-    words = philox4x32([(j // 16 * 4 + j % 8 // 2).expand(seq_q, seq_k), i // 16 * 8 + i % 8, *stream[2:]], stream[:2])
+    blocks = [(x // 16 * 4 + x % 8 // 2).expand(seq_q, seq_k) for x in (j, i)]
+    words = philox4x32([*blocks, *stream[2:]], stream[:2])
     words = torch.stack([word.expand(batch, heads, seq_q, seq_k) for word in words])
-    word = (j % 16 // 8 * 2 + j % 2).expand(1, batch, heads, seq_q, seq_k)
-    bits = words.gather(0, word)[0] >> i % 16 // 8 * 16 & 0xFFFF
-    return bits < honoured(p)[0]
+    drawn = words[..., None] >> torch.tensor([0, 8, 16, 24]) & 0xFF  # (word, batch, heads, seq_q, seq_k, byte)
+    tie = torch.zeros_like(words[0])
+    for byte in drawn.movedim(-1, 1).flatten(0, 1):
+        tie = tie ^ byte
+    word, place = ((x % 2 + x % 16 // 8 * 2).expand(batch, heads, seq_q, seq_k) for x in (i, j))
+    own = drawn.gather(0, word[None, ..., None].expand(1, *drawn.shape[1:]))[0].gather(-1, place[..., None])[..., 0]
+    return own * 256 + tie < honoured(p)[0]
 
 
 def dropout_factor(state, p, batch, heads, seq_q, seq_k):

@@ -40,11 +40,13 @@ Tensor dropout_factor(const Options& o, at::ScalarType type, int64_t batch, int6
   const auto stream = philox({low(offset), high(offset), range({0, batch}, {-1, 1, 1, 1}), range({0, heads}, {-1, 1, 1})},
                              low(seed), high(seed));
   const Tensor i = range(queries, {-1, 1}), j = range(keys, {-1});
-  const Tensor query_block = i.__rshift__(4) * 8 + i.bitwise_and(7);
-  const Tensor key_block = j.__rshift__(4) * 4 + j.__rshift__(1).bitwise_and(3);
-  const auto words = philox({key_block, query_block, stream[2], stream[3]}, stream[0], stream[1]);
-  const Tensor word = at::where(bit(j, 3), at::where(bit(j, 0), words[3], words[2]), at::where(bit(j, 0), words[1], words[0]));
-  const Tensor bits = at::where(bit(i, 3), word.__rshift__(16), word).bitwise_and(0xffff);
+  const auto block = [](const Tensor& t) { return t.__rshift__(4) * 4 + t.__rshift__(1).bitwise_and(3); };
+  const auto words = philox({block(j), block(i), stream[2], stream[3]}, stream[0], stream[1]);
+  const Tensor word = at::where(bit(i, 3), at::where(bit(i, 0), words[3], words[2]), at::where(bit(i, 0), words[1], words[0]));
+  const Tensor byte = word.__rshift__(bit(j, 0) * 8 + bit(j, 3) * 16).bitwise_and(0xff);
+  Tensor tie = words[0].bitwise_xor(words[1]).bitwise_xor(words[2]).bitwise_xor(words[3]);
+  for (const int half : {16, 8}) tie = tie.bitwise_xor(tie.__rshift__(half));
+  const Tensor bits = byte * 256 + tie.bitwise_and(0xff);  // less than kept: byte < K, or equal, and tie < r
   return bits.lt(int64_t{kept}).to(type) * (kept == 0 ? 0.0 : static_cast<double>(kDropoutOne) / kept);
 }
 

@@ -33,11 +33,29 @@ __device__ inline uint64_t multiply_wide(uint32_t a, uint32_t b) {
   return product;
 }
 
-// The low half of `word`, plus c, in one instruction.
-__device__ inline uint32_t add_low_half(uint32_t word, uint32_t c) {
-  uint32_t sum;
-  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(word), "r"(1), "r"(c));
-  return sum;
+// The bitwise function of a, b and c that is kTable where they are kBitwiseA, kBitwiseB and kBitwiseC: one instruction, which the
+// compiler does not take apart to share what it is made of.
+constexpr uint32_t kBitwiseA = 0xf0, kBitwiseB = 0xcc, kBitwiseC = 0xaa;
+template <uint8_t kTable>
+__device__ inline uint32_t bitwise(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(bits) : "r"(a), "r"(b), "r"(c), "n"(kTable));
+  return bits;
+}
+
+// Byte i of the result is the one that hex digit i of `selector` says: 0 to 3 of a, 4 to 7 of b.
+__device__ inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
+
+// The signs of bytes 2 * kHalf and 2 * kHalf + 1, each as all bits of a half of the result.
+template <int kHalf>
+__device__ inline uint32_t masks_of_signs(uint32_t bytes) {
+  uint32_t masks;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(masks) : "r"(bytes), "n"(kHalf ? 0xbbaa : 0x9988));
+  return masks;
 }
 
 // All ones where the floats are equal, else 0: one instruction, where a comparison and a choice are two.

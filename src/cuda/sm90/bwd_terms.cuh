@@ -92,7 +92,7 @@ struct BwdBlockTerms<Tile, true> {
       float low, high;
       ptx::unpack<false>(shares[w], low, high);
       shares[w] = ptx::pack<false>(s[at] * low, s[at + 1] * high);
-      weights[w] = ptx::pack<kBFloat16>(is_kept(kept, at) ? s[at] * rescale : 0.f, is_kept(kept, at + 1) ? s[at + 1] * rescale : 0.f);
+      weights[w] = ptx::pack<kBFloat16>(is_kept<Tile::kByKeys>(kept, at) ? s[at] * rescale : 0.f, is_kept(kept, at + 1) ? s[at + 1] * rescale : 0.f);
     }
   }
 
@@ -109,8 +109,8 @@ struct BwdBlockTerms<Tile, true> {
     const float factor = args.terms.rescale * kUnit;
     float low, high;
     ptx::unpack<false>(share, low, high);
-    return ptx::pack<kBFloat16>(low * fmaf(dp_low, is_kept(kept, i) ? factor : 0.f, delta_low * -kUnit),
-                                high * fmaf(dp_high, is_kept(kept, i + 1) ? factor : 0.f, delta_high * -kUnit));
+    return ptx::pack<kBFloat16>(low * fmaf(dp_low, is_kept<Tile::kByKeys>(kept, i) ? factor : 0.f, delta_low * -kUnit),
+                                high * fmaf(dp_high, is_kept<Tile::kByKeys>(kept, i + 1) ? factor : 0.f, delta_high * -kUnit));
   }
 };
 

@@ -1,6 +1,5 @@
 // Dropout's decisions (../../dropout.h) for a block of scores in the accumulator layout of wgmma (see fwd_softmax.cuh), for
-// both arrangements: bit i % 32 of word i / 32 is set where the lane's accumulator i is kept.
-// kGroups: of 8 accumulators, 16 columns, in a word; a block narrower than 64 columns has fewer than 4.
+// both arrangements: a bit for each of a lane's accumulators, 32 to a word, at places that are made to cost nothing.
 #pragma once
 
 #include "../../dropout.h"
@@ -15,7 +14,7 @@ struct PhiloxProduct {
 };
 
 // Where a warp has what all calls of one (batch, query head) share, the keys of the first round and two words of the counter: in
-// pairs, which are read anew for every two calls, for there are no registers for them.
+// pairs, which are read anew for all calls that are made together, for there are no registers for them.
 
 struct StreamInLanes {  // one word in each
   uint32_t word;
@@ -52,76 +51,46 @@ class DropoutStreamIn {
     place_.lay(lane < 2 ? keys : counter, lane);
   }
 
-  // Rows are queries, columns keys. The lane's first of each: `query` of a row whose bit 3 is 0, `key` of 2 * (lane % 4) in a
-  // block that begins with a multiple of 16. kCalls of Philox go side by side: the more, the less one waits for another.
-  template <int kGroups = 4, int kCalls = 2, int kWords>
-  __device__ void draw_by_queries(int query, int key, uint32_t (&bits)[kWords]) const {
-    const uint32_t query_block = dropout_query_block(query), key_block = dropout_key_block(key);
+  // `row`, `column`: the lane's first of each, in a block that begins with multiples of 16. kGroups: of 16 columns, 8 accumulators
+  // each, in a word of bits; 4, or 2 in a block that has no more. kTogether: words whose calls of Philox go side by side:
+  // the more, the less one waits for another.
+  //
+  // What a call decides belongs to two lanes, those of rows r and r ^ 1. The lane of the even row makes the calls of even groups, the
+  // other one those of odd groups; then each gives the other its half.
+  template <bool kRowsAreKeys, int kGroups = 4, int kTogether = 1, int kWords>
+  __device__ void draw(int row, int column, uint32_t (&bits)[kWords]) const {
+    constexpr int kCalls = kGroups / 2;
+    static_assert(kGroups % 2 == 0 && kCalls <= 2 && kWords % kTogether == 0);
+    const bool odd = row & 1;
+    const uint32_t row_block = dropout_block(uint32_t(row)), column_block = dropout_block(uint32_t(column)) + 4 * odd;
 #pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      uint32_t kept = 0;
-#pragma unroll 1
-      for (int group = kGroups - kCalls; group >= 0; group -= kCalls) {  // of 16 keys: accumulators 8 * group and on, from the last on
-        uint32_t key_blocks[kCalls], query_blocks[kCalls], drawn[kCalls][4];
+    for (int word = 0; word < kWords; word += kTogether) {
+      uint32_t column_blocks[kTogether * kCalls], drawn[kTogether * kCalls][4];
 #pragma unroll
-        for (int c = 0; c < kCalls; ++c) {
-          key_blocks[c] = key_block + (4 * word + group + c) * 4;
-          query_blocks[c] = query_block;
-        }
-        draw(key_blocks, query_blocks, drawn);
+      for (int c = 0; c < kTogether * kCalls; ++c) column_blocks[c] = column_block + 4 * (word * kGroups + 2 * c);
+      call<kRowsAreKeys>(row_block, column_blocks, drawn);
 #pragma unroll
-        for (int c = kCalls - 2; c >= 0; c -= 2) {
-          uint32_t pair = 0;  // a chain of its own
+      for (int w = 0; w < kTogether; ++w) {
+        uint32_t own = 0;  // of word i, byte b and call c: bit 8 b + 7 - i - 4 c
 #pragma unroll
-          for (int i = 15; i >= 0; --i) append(pair, drawn[c + i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
-          kept = kept << 16 | pair;
-        }
+        for (int c = 0; c < kCalls; ++c) append(own, drawn[w * kCalls + c], 4 * c);
+        bits[word + w] = kRowsAreKeys ? exchange_bytes(own, odd) : exchange_bits(own, odd);
       }
-      bits[word] = kept;
-    }
-  }
-
-  // Rows are keys, columns queries: `key` of a row whose bit 3 is 0, `query` of 2 * (lane % 4) in a block that begins with a
-  // multiple of 16. Of 16 queries a lane has 4, with two keys, k and k + 8: half of what two calls decide. The other half is of
-  // the lane with key k ^ 1. Each makes one of the two calls.
-  template <int kGroups = 4, int kWords>
-  __device__ void draw_by_keys(int key, int query, uint32_t (&bits)[kWords]) const {
-    const uint32_t odd = key & 1, key_block = dropout_key_block(key);
-    const uint32_t query_block = dropout_query_block(query) + odd;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      // Of each call 8 bits: the even key, the odd one, both 8 keys on; and the same 8 queries on.
-      uint32_t own = 0;
-#pragma unroll 1
-      for (int group = kGroups - 2; group >= 0; group -= 2) {  // of 16 queries
-        const uint32_t key_blocks[2] = {key_block, key_block};
-        const uint32_t query_blocks[2] = {query_block + (4 * word + group) * 8, query_block + (4 * word + group + 1) * 8};
-        uint32_t drawn[2][4];
-        draw(key_blocks, query_blocks, drawn);
-#pragma unroll
-        for (int i = 15; i >= 0; --i) append(own, drawn[i / 8][i % 4], i / 4 % 2);
-      }
-      // Accumulator i of 8 is query 8 * (i / 4) + i % 2 and key 8 * (i / 2 % 2): every other bit of the call for the even
-      // queries is of this lane's keys, which makes the even accumulators, and every other bit of the call for the odd queries.
-      constexpr uint32_t kEveryOther = 0x55555555u;
-      const uint32_t mine = own >> odd & kEveryOther, others = own >> (odd ^ 1) & kEveryOther;
-      const uint32_t received = __shfl_xor_sync(0xffffffffu, others, 4);
-      bits[word] = (odd ? received : mine) | (odd ? mine : received) << 1;
     }
   }
 
  private:
-  template <int kCalls>
-  __device__ void draw(const uint32_t (&key_blocks)[kCalls], const uint32_t (&query_blocks)[kCalls],
-                       uint32_t (&words)[kCalls][4]) const {
+  template <bool kRowsAreKeys, int kCalls>
+  __device__ void call(uint32_t row_block, const uint32_t (&column_blocks)[kCalls], uint32_t (&words)[kCalls][4]) const {
     uint2 keys = place_.pair(0);
     const uint2 high = place_.pair(1);
     uint64_t counters[kCalls][4];
 #pragma unroll
     for (int c = 0; c < kCalls; ++c) {
-      const uint64_t counter[4] = {key_blocks[c], query_blocks[c], high.x, high.y};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) counters[c][i] = counter[i];
+      counters[c][0] = kRowsAreKeys ? row_block : column_blocks[c];
+      counters[c][1] = kRowsAreKeys ? column_blocks[c] : row_block;
+      counters[c][2] = high.x;
+      counters[c][3] = high.y;
     }
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -133,10 +102,31 @@ class DropoutStreamIn {
     for (int i = 0; i < 4 * kCalls; ++i) words[i / 4][i % 4] = uint32_t(counters[i / 4][i % 4]);
   }
 
-  // Shifts in, from below, whether the half of `word` is less than kept_: the sign of their difference, in two instructions.
-  __device__ void append(uint32_t& bits, uint32_t word, int half) const {
-    const uint32_t difference = half ? (word >> 16) - kept_ : ptx::add_low_half(word, -kept_);
-    bits = bits << 1 | difference >> 31;
+  // The decisions of a call join `bits`, those of word i at bit 7 - i - shift of each byte.
+  __device__ void append(uint32_t& bits, const uint32_t (&words)[4], int shift) const {
+    uint32_t tie = words[0] ^ words[1] ^ words[2] ^ words[3];
+    tie ^= tie << 16;
+    tie ^= tie << 8;  // the tie byte is the upper one; the others do not matter beside those of r, which are 0
+    const uint32_t bytes = dropout_bytes(kept_), taken_off = dropout_taken_off(bytes, tie < kept_ << 24);
+    constexpr uint8_t kKeeps = uint8_t(dropout_keeps(ptx::kBitwiseA, ptx::kBitwiseB, ptx::kBitwiseC));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t signs = ptx::bitwise<kKeeps>(words[i], bytes, (words[i] | kDropoutSigns) - taken_off);
+      bits |= signs >> (i + shift) & kDropoutSigns >> (i + shift);
+    }
+  }
+
+  // Rows are queries: words of a call are queries, even ones in the upper bit of each two. The decisions of even groups go there, those
+  // of odd groups below.
+  __device__ static uint32_t exchange_bits(uint32_t own, bool odd) {
+    constexpr uint32_t kUpper = 0xaaaaaaaau;
+    const int left = odd ? 31 : 1;  // the other lane's, where it wants them
+    const uint32_t received = __shfl_xor_sync(0xffffffffu, own << left | own >> (32 - left), 4), mine = odd ? ~kUpper : kUpper;
+    return (own & mine) | (received & ~mine);
+  }
+  // Rows are keys: bytes of a call are keys. The decisions of even groups go to bytes 0 and 2, those of odd groups to 1 and 3.
+  __device__ static uint32_t exchange_bytes(uint32_t own, bool odd) {
+    return ptx::select_bytes(own, __shfl_xor_sync(0xffffffffu, own, 4), odd ? 0x3715 : 0x6240);
   }
 
   Place place_;
@@ -145,6 +135,23 @@ class DropoutStreamIn {
 
 using DropoutStream = DropoutStreamIn<StreamInLanes>;
 
-__device__ inline bool is_kept(const uint32_t* bits, int i) { return bits[i / 32] >> i % 32 & 1; }
+// Where accumulator i % 32 has its bit: of a lane's 8 in 16 columns, i % 2 and i / 4 tell the column, i / 2 % 2 the row.
+template <bool kRowsAreKeys>
+__device__ constexpr int dropout_place(int i) {
+  const int column = i % 2 + i / 4 % 2 * 2, row = i / 2 % 2, odd_group = i / 8 % 2, call = i / 16 % 2;
+  return kRowsAreKeys ? 8 * (2 * row + odd_group) + 7 - column - 4 * call : 8 * column + 7 - 2 * row - odd_group - 4 * call;
+}
+template <bool kRowsAreKeys>
+__device__ inline bool is_kept(const uint32_t* bits, int i) {
+  return bits[i / 32] >> dropout_place<kRowsAreKeys>(i) & 1;
+}
+
+// Rows are queries: of a packed pair of weights, accumulators i and i + 1, those that are dropped become 0. Their bits are
+// in neighbouring bytes.
+__device__ inline uint32_t keep_pair(const uint32_t* bits, int i, uint32_t pair) {
+  const int place = dropout_place<false>(i);
+  const uint32_t signs = bits[i / 32] << (7 - place % 8);
+  return pair & (place < 16 ? ptx::masks_of_signs<0>(signs) : ptx::masks_of_signs<1>(signs));
+}
 
 }  // namespace flashsdpa

@@ -93,19 +93,16 @@ struct F32Terms<kRowsAreKeys, kM, kN, true> {
     apply(args, scores, s, column, classes, [](int, int, float) {});
   }
 
-  // Bit 4 n + i: whether dropout keeps the weight of accumulator i of block n.
+  // Which weights dropout keeps, for keeps().
   __device__ uint32_t draw(const F32Args& args, const Scores& scores, int column) const {
     uint32_t kept[1] = {~0u};
     if (!args.terms.seed) return kept[0];
     const int row = scores.row + scores.lane / 4, lane_column = column + scores.lane % 4 * 2;
-    if constexpr (kRowsAreKeys) {
-      stream.template draw_by_keys<kN / 16>(row, lane_column, kept);
-    } else {
-      stream.template draw_by_queries<kN / 16>(row, lane_column, kept);
-    }
+    stream.template draw<kRowsAreKeys, kN / 16>(row, lane_column, kept);
     return kept[0];
   }
-  __device__ static bool keeps(uint32_t kept, int n, int i) { return kept >> (4 * n + i) & 1; }
+  // The weight of accumulator i of block n.
+  __device__ static bool keeps(uint32_t kept, int n, int i) { return is_kept<kRowsAreKeys>(&kept, 4 * n + i); }
 
   // Weights that dropout takes become 0.
   __device__ void drop(const F32Args& args, const Scores& scores, float (&p)[kM][kN / 8][4], int column) const {

@@ -131,7 +131,7 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
       terms.draw(args, range.row + again / ptx::kWarpLanes * 16 + its_lane / 4, block_mask.to_come() * kBlockN + 2 * (its_lane % 4));
     }
   };
-  const auto keep = [&](int i, float weight) { return terms.keep(i, weight); };
+  const auto keep = [&](int i, uint32_t pair) { return terms.keep(i, pair); };
   const auto next_tile = [&] {
     ptx::mbarrier_wait(shared.full_tile(tile_ring.stage()), tile_ring.phase());
     const FwdWork next = fwd_get_work<Tile::kFew>(shared.tile(tile_ring.stage()));

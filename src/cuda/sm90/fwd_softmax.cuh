@@ -36,7 +36,7 @@ struct OnlineSoftmax {
   float shift[2] = {kMinusInfinity, kMinusInfinity};  // the reference, scaled; -inf: none for a multiply-add
   float sum[2] = {0.f, 0.f};                          // this lane's share
 
-  // P of one row of a block, packed in pairs as the A operand of the next product, but for the weights that keep(i, weight)
+  // P of one row of a block, packed in pairs as the A operand of the next product, but for the weights that keep(i, pair)
   // drops; returns the lane's sum of P, those and all.
   template <bool kBFloat16, int kCount, typename Keep>
   __device__ float exponentiate(int row, const float (&s)[kCount], float scale_log2, uint32_t (&p)[kCount / 8][4],
@@ -106,7 +106,7 @@ struct OnlineSoftmax {
       const float low = ptx::exp2_fast(exponent(s[i])), high = ptx::exp2_fast(exponent(s[i + 1]));
       total[0] += low;
       total[1] += high;
-      p[i / 8][i % 8 / 2] = ptx::pack<kBFloat16>(keep(i, low), keep(i + 1, high));
+      p[i / 8][i % 8 / 2] = keep(i, ptx::pack<kBFloat16>(low, high));
     }
     return total[0] + total[1];
   }

@@ -16,7 +16,7 @@ struct TileTerms {
   __device__ void draw(const FwdArgs&, int, int) {}
   template <int kCount>
   __device__ void apply(const FwdArgs&, float (&)[kCount], int) const {}
-  __device__ float keep(int, float weight) const { return weight; }
+  __device__ uint32_t keep(int, uint32_t pair) const { return pair; }
   __device__ void keep_again(const FwdArgs&) {}
   __device__ void finish(const FwdArgs&, const FwdWork&, OnlineSoftmax&) {}
   __device__ float factor(const FwdArgs&, const OnlineSoftmax& softmax, int row) const { return softmax.inverse(row); }
@@ -41,7 +41,7 @@ struct TileTerms<Tile, true> {
   // Which weights of the block stay. The lane's first query and key.
   __device__ void draw(const FwdArgs& args, int query, int key) {
     if (args.terms.seed) {
-      stream.template draw_by_queries<4, 4>(query, key, kept);
+      stream.template draw<false, 4, kWords>(query, key, kept);
     } else {
 #pragma unroll
       for (uint32_t& word : kept) word = 0xffffffffu;
@@ -56,7 +56,8 @@ struct TileTerms<Tile, true> {
       take_slopes_off(s, value_of_head(args.terms.slopes, batch, head), place + args.terms.diagonal);
     }
   }
-  __device__ float keep(int i, float weight) const { return is_kept(kept, i) ? weight : 0.f; }
+  // Of weights i and i + 1.
+  __device__ uint32_t keep(int i, uint32_t pair) const { return keep_pair(kept, i, pair); }
 
   // Before the weights of a block are made once more: the compiler would keep what it found out about each of them till then.
   __device__ void keep_again(const FwdArgs& args) {

@@ -14,8 +14,25 @@ inline float multiply(float a, float b) {
   volatile float product = a * b;
   return product;
 }
-inline uint32_t add_low_half(uint32_t word, uint32_t c) { return (word & 0xffff) + c; }
 inline uint64_t multiply_wide(uint32_t a, uint32_t b) { return uint64_t{a} * b; }
+constexpr uint32_t kBitwiseA = 0xf0, kBitwiseB = 0xcc, kBitwiseC = 0xaa;
+template <uint8_t kTable>
+uint32_t bitwise(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= (kTable >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1u) << i;
+  return bits;
+}
+inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = a | uint64_t{b} << 32;
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return bytes;
+}
+template <int kHalf>
+uint32_t masks_of_signs(uint32_t bytes) {
+  const uint32_t half = bytes >> 16 * kHalf;
+  return (half & 0x80 ? 0xffffu : 0) | (half & 0x8000 ? 0xffff0000u : 0);
+}
 template <bool kBFloat16>
 float unpack(uint16_t element) {
   return emulation::to_float(element, kBFloat16);
