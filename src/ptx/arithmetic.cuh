@@ -43,19 +43,11 @@ __device__ inline uint32_t bitwise(uint32_t a, uint32_t b, uint32_t c) {
   return bits;
 }
 
-// Byte i of the result is the one that hex digit i of `selector` says: 0 to 3 of a, 4 to 7 of b.
+// Byte i of the result is the one that hex digit i of `selector` says: 0 to 3 of a, 4 to 7 of b; or, 8 more, its sign in all bits.
 __device__ inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
   return bytes;
-}
-
-// The signs of bytes 2 * kHalf and 2 * kHalf + 1, each as all bits of a half of the result.
-template <int kHalf>
-__device__ inline uint32_t masks_of_signs(uint32_t bytes) {
-  uint32_t masks;
-  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(masks) : "r"(bytes), "n"(kHalf ? 0xbbaa : 0x9988));
-  return masks;
 }
 
 // All ones where the floats are equal, else 0: one instruction, where a comparison and a choice are two.

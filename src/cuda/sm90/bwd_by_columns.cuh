@@ -151,7 +151,9 @@ __device__ __forceinline__ void bwd_consume_by_columns(const BwdArgs& args, cons
         act(work.batch, bwd_visit_head(shared, told_slot()), bwd_visit(shared, told_slot()).m() * kBlockM + lane_row,
             first_key + lane_column);
       };
-      if constexpr (Tile::kTerms) with_place([&](auto... place) { block_terms.draw(args, place...); });
+      if constexpr (Tile::kTerms) {
+        with_place([&](int, int, auto... place) { block_terms.draw(args, shared.stream(q_ring.stage()), place...); });
+      }
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(s);
       uint32_t weights[kKeys / 16][4], shares[kKeys / 16][4];  // with terms: bwd_terms.cuh

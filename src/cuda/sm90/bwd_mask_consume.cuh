@@ -113,7 +113,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
 #pragma unroll
       for (uint32_t& word : kept) word = ~0u;
       if (!bwd.terms.seed) return;
-      bwd_dropout_stream(bwd.terms, visit.batch(), visit.head()).draw_by_queries(query(), key(), kept);
+      DropoutStream(bwd.terms, visit.stream()).draw<false>(query(), key(), kept);
     }
   };
   // Scores as they are to be exponentiated: scaled, values added, -inf where removed, also over NaN.
@@ -180,7 +180,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     if (visit.m() * Tile::kBlockM + first_row() >= bwd.seq_q) return;  // these rows have no stats
     if constexpr (Tile::kTerms) {
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) dp[i] *= is_kept(kept, i) ? bwd.terms.rescale : 0.f;
+      for (int i = 0; i < kScores; ++i) dp[i] *= is_kept<false>(kept, i) ? bwd.terms.rescale : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {  // a weight of 0 says nothing, whatever NaN V holds there

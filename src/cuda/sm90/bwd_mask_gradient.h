@@ -55,7 +55,7 @@ struct BwdMaskTile {
   static constexpr int kVOffset = kGradOutOffset + kStages * kGradOutBytes;
   static constexpr int kValuesOffset = kVOffset + kStages * kVBytes;
   static constexpr int kStatsOffset = kValuesOffset + kBlockM * kBlockN * int(sizeof(float));
-  static constexpr int kSlotBytes = kTerms ? 32 : 16;
+  static constexpr int kSlotStream = 24, kSlotBytes = kTerms ? 48 : 16;  // with terms dropout's random bits from kSlotStream on
   static constexpr int kSlotOffset = kStatsOffset + kStages * kPieces * kStatsBytes;
   static constexpr int kUnitOffset = kSlotOffset + kVisits * kSlotBytes;
   static constexpr int kBarrierOffset = kUnitOffset + 8;

@@ -12,6 +12,7 @@ template <typename Tile, bool kAlone>
 __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShared<Tile>& shared, int loader) {
   const BwdArgs& bwd = args.bwd;
   Ring<Tile::kVisits> visit_ring;
+  DropoutStreamWriter streams;
   Ring<Tile::kStages> q_ring, k_ring;
   const int units = args.tiles * args.parts;
   const auto claim = [&] {
@@ -26,7 +27,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
     return unit;
   };
   const auto tell = [&](const BwdMaskVisit& visit) {
-    if (kAlone || loader == 0) bwd_mask_tell(shared, visit_ring, visit);
+    if (kAlone || loader == 0) bwd_mask_tell(bwd.terms, shared, visit_ring, streams, visit);
   };
 
   // A piece after the last of a head is zeros; the consumer whose rows it holds leaves the stats alone.

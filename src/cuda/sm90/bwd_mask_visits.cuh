@@ -3,6 +3,7 @@
 
 #include "../../ptx/mbarrier.cuh"
 #include "bwd_mask_gradient.h"
+#include "dropout_bits.cuh"
 #include "fwd_schedule.cuh"
 #include "plan_lists.cuh"
 #include "ring.cuh"
@@ -160,11 +161,15 @@ __device__ inline bool bwd_mask_edge(const BwdArgs& args, const BwdMaskPlace& at
 
 // By the one loader that tells.
 template <typename Tile>
-__device__ inline void bwd_mask_tell(const BwdMaskShared<Tile>& shared, Ring<Tile::kVisits>& ring, const BwdMaskVisit& visit) {
+__device__ inline void bwd_mask_tell(const ScoreTerms& terms, const BwdMaskShared<Tile>& shared, Ring<Tile::kVisits>& ring,
+                                     DropoutStreamWriter& streams, const BwdMaskVisit& visit) {
   const int slot = ring.stage();
   ptx::mbarrier_wait(shared.empty_visit(slot), ring.phase() ^ 1);
   ptx::store_shared_16(shared.visit(slot), visit.flags, uint32_t(visit.m), uint32_t(visit.n), uint32_t(visit.unit));
-  if constexpr (Tile::kTerms) ptx::store_shared_8(shared.visit(slot) + 16, uint32_t(visit.batch), uint32_t(visit.head));
+  if constexpr (Tile::kTerms) {
+    ptx::store_shared_8(shared.visit(slot) + 16, uint32_t(visit.batch), uint32_t(visit.head));
+    if (terms.seed) streams.lay(terms, visit.batch, visit.head, shared.visit(slot) + Tile::kSlotStream);
+  }
   ptx::mbarrier_arrive(shared.full_visit(slot));
   ring.advance();
 }
@@ -192,6 +197,7 @@ struct BwdMaskHeard {
   __device__ int unit() const { return int(word(3)); }
   __device__ int batch() const { return int(word(4)); }
   __device__ int head() const { return int(word(5)); }
+  __device__ uint32_t stream() const { return shared.visit(ring.stage()) + Tile::kSlotStream; }
 
  private:
   __device__ uint32_t word(int i) const {

@@ -3,6 +3,7 @@
 
 #include "../../ptx/grid.cuh"
 #include "bwd_blocks.cuh"
+#include "dropout_bits.cuh"
 #include "fwd_load.cuh"
 
 namespace flashsdpa {
@@ -14,6 +15,7 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
   Ring<Tile::kStagesGradOut> grad_out_ring;
   Ring<kTileSlots> tile_ring;
   std::conditional_t<Tile::kMasked, BwdPlanWalk<Tile>, BwdVisit> at;
+  DropoutStreamWriter streams;
   // The kernel before may still run. It writes stats, the copy of grad_out and the counter; q, k and v of the first tile are
   // asked for meanwhile.
   bool waited = false;
@@ -70,6 +72,9 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
       if (kAlone || loader == 0) {  // who completes `full`, so that the slot cannot be filled and emptied meanwhile
         ptx::mbarrier_wait(slot.empty, slot.empty_parity);
         bwd_tell(args, shared, int(q_ring.count % Tile::kVisits), work, at);
+        if constexpr (Tile::kTerms) {
+          if (args.terms.seed) streams.lay(args.terms, work.batch, at.head, shared.stream(stage));
+        }
       }
       load_rows<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
           slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, Tile::kStatsBytes);

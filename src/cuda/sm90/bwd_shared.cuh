@@ -29,6 +29,7 @@ struct BwdShared {
   __device__ uint32_t dk(int stage) const { return base + Tile::kDkOffset + stage * Tile::kKBytes; }
   __device__ uint32_t dv() const { return base + Tile::kDvOffset; }
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
+  __device__ uint32_t stream(int stage) const { return base + Tile::kStreamOffset + Tile::kStreamBytes * stage; }
 
   // K and V go round with the tiles; of one without blocks nothing is loaded.
   __device__ uint32_t full_v() const { return barrier(0); }

@@ -14,13 +14,6 @@
 
 namespace flashsdpa {
 
-// Made for each block of scores: there are no registers to keep even a part of it.
-__device__ inline auto bwd_dropout_stream(ScoreTerms terms, int batch, int head) {
-  terms.seed = ptx::anew(terms.seed);
-  terms.offset = ptx::anew(terms.offset);
-  return DropoutStream(terms, batch, head, int(ptx::anew(uint32_t(threadIdx.x))) % ptx::kWarpLanes);
-}
-
 template <bool kFirst, int kCount, int kOtherCount>
 __device__ inline auto& either(float (&first)[kCount], float (&second)[kOtherCount]) {
   if constexpr (kFirst) {
@@ -42,18 +35,16 @@ struct BwdBlockTerms<Tile, true> {
 
   uint32_t kept[(kScores + 31) / 32];  // dropout_bits.cuh
 
-  // `query`, `key`: the lane's first of each.
-  __device__ void draw(const BwdArgs& args, int batch, int head, int query, int key) {
+  // `query`, `key`: the lane's first of each. `stream`: where the loader has laid the random bits of the block's head.
+  __device__ void draw(const BwdArgs& args, uint32_t stream, int query, int key) {
 #pragma unroll
     for (uint32_t& word : kept) word = ~0u;
     if (!args.terms.seed) return;
-    const auto stream = bwd_dropout_stream(args.terms, batch, head);
-    if constexpr (Tile::kByKeys) {
-      stream.draw_by_keys(key, query, kept);
-    } else {
-      stream.draw_by_queries(query, key, kept);
-    }
+    constexpr int kGroups = kScores == 16 ? 2 : 4;
+    DropoutStream(args.terms, stream).draw<Tile::kByKeys, kGroups, (kScores + 31) / 32>(Tile::kByKeys ? key : query, Tile::kByKeys ? query : key, kept);
   }
+
+  __device__ bool keeps(int i) const { return is_kept<Tile::kByKeys>(kept, i); }
 
   // Products become scores without what a mask adds. keep(i, words): the factors of accumulators i to i + 7, also without a cap,
   // for a branch would take registers.
@@ -92,7 +83,7 @@ struct BwdBlockTerms<Tile, true> {
       float low, high;
       ptx::unpack<false>(shares[w], low, high);
       shares[w] = ptx::pack<false>(s[at] * low, s[at + 1] * high);
-      weights[w] = ptx::pack<kBFloat16>(is_kept<Tile::kByKeys>(kept, at) ? s[at] * rescale : 0.f, is_kept(kept, at + 1) ? s[at + 1] * rescale : 0.f);
+      weights[w] = ptx::pack<kBFloat16>(keeps(at) ? s[at] * rescale : 0.f, keeps(at + 1) ? s[at + 1] * rescale : 0.f);
     }
   }
 
@@ -109,8 +100,8 @@ struct BwdBlockTerms<Tile, true> {
     const float factor = args.terms.rescale * kUnit;
     float low, high;
     ptx::unpack<false>(share, low, high);
-    return ptx::pack<kBFloat16>(low * fmaf(dp_low, is_kept<Tile::kByKeys>(kept, i) ? factor : 0.f, delta_low * -kUnit),
-                                high * fmaf(dp_high, is_kept<Tile::kByKeys>(kept, i + 1) ? factor : 0.f, delta_high * -kUnit));
+    return ptx::pack<kBFloat16>(low * fmaf(dp_low, keeps(i) ? factor : 0.f, delta_low * -kUnit),
+                                high * fmaf(dp_high, keeps(i + 1) ? factor : 0.f, delta_high * -kUnit));
   }
 };
 

@@ -103,7 +103,9 @@ struct BwdTile {
   static constexpr int kBarrierOffset = kVisitOffset + kVisits * 8;
   static constexpr int kBarriers = 2 + 2 * kStagesK + 2 * kStages + 2 * kStagesGradOut + 4 + 3 + 6 + 2 * kTileSlots;
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
-  static constexpr int kSharedBytes = kTileOffset + kTileSlots * kTileSlotBytes + 1024;  // 1024: to align the base
+  static constexpr int kStreamOffset = kTileOffset + kTileSlots * kTileSlotBytes;
+  static constexpr int kStreamBytes = kTerms ? 16 : 0;  // of one stage of Q: dropout's random bits
+  static constexpr int kSharedBytes = kStreamOffset + kStages * kStreamBytes + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);
 };
 

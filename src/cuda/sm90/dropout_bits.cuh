@@ -13,42 +13,43 @@ struct PhiloxProduct {
   __device__ uint64_t operator()(uint64_t a, uint32_t m) const { return ptx::multiply_wide(uint32_t(a), m); }
 };
 
-// Where a warp has what all calls of one (batch, query head) share, the keys of the first round and two words of the counter: in
-// pairs, which are read anew for all calls that are made together, for there are no registers for them.
+// What all calls of one (batch, query head) share, the keys of the first round and two words of the counter, lies in shared memory, and
+// is read anew for all calls that are made together: there are no registers for it.
+constexpr int kDropoutStreamBytes = 16;
 
-struct StreamInLanes {  // one word in each
-  uint32_t word;
-  __device__ void lay(uint32_t its_word, int) { word = its_word; }
-  __device__ uint2 pair(int i) const {
-    return {__shfl_sync(0xffffffffu, word, 2 * i), __shfl_sync(0xffffffffu, word, 2 * i + 1)};
-  }
-};
-
-struct StreamInShared {  // half as many instructions
-  static constexpr int kWords = 4, kBytes = 4 * kWords;
-  uint32_t shared;  // this warp's
-  __device__ void lay(uint32_t its_word, int lane) {
-    __syncwarp();  // all lanes have read what was there
-    if (lane < kWords) ptx::store_shared_4(shared + 4 * lane, its_word);
-    __syncwarp();
-  }
-  __device__ uint2 pair(int i) const { return ptx::load_shared_8(shared + 8 * i); }
-};
-
-// The random bits of one (batch, query head).
-template <typename Place>
-class DropoutStreamIn {
+// Lays it there, for one after another; made once more only where batch or head is another. By one thread.
+class DropoutStreamWriter {
  public:
-  DropoutStreamIn() = default;
-  __device__ DropoutStreamIn(const ScoreTerms& terms, int batch, int head, int lane, Place place = {})
-      : place_(place), kept_(terms.kept) {
-    const uint64_t seed = __ldg(reinterpret_cast<const unsigned long long*>(terms.seed));
-    const uint64_t offset = __ldg(reinterpret_cast<const unsigned long long*>(terms.offset));
-    uint64_t words[4] = {offset, offset >> 32, uint64_t(batch), uint64_t(head)};
-    philox4x32(words, seed, seed >> 32, PhiloxProduct());
-    const uint32_t keys = lane & 1 ? uint32_t(words[1]) : uint32_t(words[0]);
-    const uint32_t counter = lane & 1 ? uint32_t(words[3]) : uint32_t(words[2]);
-    place_.lay(lane < 2 ? keys : counter, lane);
+  __device__ void lay(const ScoreTerms& terms, int batch, int head, uint32_t shared) {
+    if (batch != batch_ || head != head_) {
+      batch_ = batch;
+      head_ = head;
+      const uint64_t seed = __ldg(reinterpret_cast<const unsigned long long*>(terms.seed));
+      const uint64_t offset = __ldg(reinterpret_cast<const unsigned long long*>(terms.offset));
+      uint64_t words[4] = {offset, offset >> 32, uint64_t(batch), uint64_t(head)};
+      philox4x32(words, seed, seed >> 32, PhiloxProduct());
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words_[i] = uint32_t(words[i]);
+    }
+    ptx::store_shared_8(shared, words_[0], words_[1]);
+    ptx::store_shared_8(shared + 8, words_[2], words_[3]);
+  }
+
+ private:
+  int batch_ = -1, head_ = -1;
+  uint32_t words_[4];
+};
+
+class DropoutStream {
+ public:
+  DropoutStream() = default;
+  // `shared`: where its kDropoutStreamBytes lie.
+  __device__ DropoutStream(const ScoreTerms& terms, uint32_t shared) : shared_(shared), kept_(terms.kept) {}
+  // A warp's own, laid there by it: no lane reads what was there any more.
+  __device__ DropoutStream(const ScoreTerms& terms, int batch, int head, int lane, uint32_t shared) : DropoutStream(terms, shared) {
+    __syncwarp();
+    if (lane == 0) DropoutStreamWriter().lay(terms, batch, head, shared);
+    __syncwarp();
   }
 
   // `row`, `column`: the lane's first of each, in a block that begins with multiples of 16. kGroups: of 16 columns, 8 accumulators
@@ -63,18 +64,20 @@ class DropoutStreamIn {
     static_assert(kGroups % 2 == 0 && kCalls <= 2 && kWords % kTogether == 0);
     const bool odd = row & 1;
     const uint32_t row_block = dropout_block(uint32_t(row)), column_block = dropout_block(uint32_t(column)) + 4 * odd;
-#pragma unroll
+#pragma unroll 1  // else the compiler makes more together, and spills
     for (int word = 0; word < kWords; word += kTogether) {
       uint32_t column_blocks[kTogether * kCalls], drawn[kTogether * kCalls][4];
 #pragma unroll
       for (int c = 0; c < kTogether * kCalls; ++c) column_blocks[c] = column_block + 4 * (word * kGroups + 2 * c);
       call<kRowsAreKeys>(row_block, column_blocks, drawn);
 #pragma unroll
+      for (int w = kTogether; w < kWords; ++w) bits[w - kTogether] = bits[w];
+#pragma unroll
       for (int w = 0; w < kTogether; ++w) {
         uint32_t own = 0;  // of word i, byte b and call c: bit 8 b + 7 - i - 4 c
 #pragma unroll
         for (int c = 0; c < kCalls; ++c) append(own, drawn[w * kCalls + c], 4 * c);
-        bits[word + w] = kRowsAreKeys ? exchange_bytes(own, odd) : exchange_bits(own, odd);
+        bits[kWords - kTogether + w] = kRowsAreKeys ? exchange_bytes(own, odd) : exchange_bits(own, odd);
       }
     }
   }
@@ -82,8 +85,8 @@ class DropoutStreamIn {
  private:
   template <bool kRowsAreKeys, int kCalls>
   __device__ void call(uint32_t row_block, const uint32_t (&column_blocks)[kCalls], uint32_t (&words)[kCalls][4]) const {
-    uint2 keys = place_.pair(0);
-    const uint2 high = place_.pair(1);
+    uint2 keys = ptx::load_shared_8(shared_);
+    const uint2 high = ptx::load_shared_8(shared_ + 8);
     uint64_t counters[kCalls][4];
 #pragma unroll
     for (int c = 0; c < kCalls; ++c) {
@@ -129,11 +132,8 @@ class DropoutStreamIn {
     return ptx::select_bytes(own, __shfl_xor_sync(0xffffffffu, own, 4), odd ? 0x3715 : 0x6240);
   }
 
-  Place place_;
-  uint32_t kept_;
+  uint32_t shared_, kept_;
 };
-
-using DropoutStream = DropoutStreamIn<StreamInLanes>;
 
 // Where accumulator i % 32 has its bit: of a lane's 8 in 16 columns, i % 2 and i / 4 tell the column, i / 2 % 2 the row.
 template <bool kRowsAreKeys>
@@ -146,12 +146,13 @@ __device__ inline bool is_kept(const uint32_t* bits, int i) {
   return bits[i / 32] >> dropout_place<kRowsAreKeys>(i) & 1;
 }
 
-// Rows are queries: of a packed pair of weights, accumulators i and i + 1, those that are dropped become 0. Their bits are
-// in neighbouring bytes.
+// Of a packed pair of weights, accumulators i and i + 1, those that are dropped become 0: bits are brought to the signs of bytes, and
+// these made the halves of a mask. In half as many instructions as one by one.
+template <bool kRowsAreKeys>
 __device__ inline uint32_t keep_pair(const uint32_t* bits, int i, uint32_t pair) {
-  const int place = dropout_place<false>(i);
-  const uint32_t signs = bits[i / 32] << (7 - place % 8);
-  return pair & (place < 16 ? ptx::masks_of_signs<0>(signs) : ptx::masks_of_signs<1>(signs));
+  const int low = dropout_place<kRowsAreKeys>(i), high = dropout_place<kRowsAreKeys>(i + 1);
+  const uint32_t low_signs = bits[i / 32] << (7 - low % 8), high_signs = bits[i / 32] << (7 - high % 8);
+  return pair & ptx::select_bytes(low_signs, high_signs, (8 + low / 8) * 0x11 + (12 + high / 8) * 0x1100);
 }
 
 }  // namespace flashsdpa

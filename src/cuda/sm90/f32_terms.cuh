@@ -42,16 +42,15 @@ template <bool kRowsAreKeys, int kM, int kN>
 struct F32Terms<kRowsAreKeys, kM, kN, true> {
   static_assert(kM == 1 && kN <= 64);
   using Scores = F32Scores<kRowsAreKeys, kM, kN>;
-  static constexpr uint32_t kWarpBytes = StreamInShared::kBytes;
+  static constexpr uint32_t kWarpBytes = kDropoutStreamBytes;
 
   float slope;
-  DropoutStreamIn<StreamInShared> stream;
+  DropoutStream stream;
 
   // memory: this warp's kWarpBytes, no longer read.
   __device__ F32Terms(const F32Args& args, const Scores& scores, uint32_t memory)
       : slope(args.terms.slopes.data ? value_of_head(args.terms.slopes, scores.batch, scores.head) : 0.f) {
-    if (args.terms.seed)
-      stream = DropoutStreamIn<StreamInShared>(args.terms, scores.batch, scores.head, scores.lane, {memory});
+    if (args.terms.seed) stream = DropoutStream(args.terms, scores.batch, scores.head, scores.lane, memory);
   }
 
   // Products to scores, mask and band and all. passed(n, i, factor): what the cap leaves of a gradient; of a removed

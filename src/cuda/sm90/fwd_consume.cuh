@@ -166,7 +166,7 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
     if (work.end()) break;
     range = fwd_range<Tile>(args, work, consumer);
     block_mask.start(args, work, range.row, consumer);
-    terms.start(args, work, shared.stream(consumer) + thread / ptx::kWarpLanes * StreamInShared::kBytes, lane);
+    terms.start(args, work, shared.stream(consumer) + thread / ptx::kWarpLanes * kDropoutStreamBytes, lane);
     n = range.last - 1;
     skip(work.last - range.last);
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);

@@ -29,14 +29,14 @@ struct TileTerms<Tile, true> {
 
   int batch, head;
   float shrunk[2];  // what a sink leaves of a row's output
-  DropoutStreamIn<StreamInShared> stream;
+  DropoutStream stream;
   uint32_t kept[kWords];  // of the block in turn
 
-  // `memory`: this warp's, of StreamInShared.
+  // `memory`: this warp's, of kDropoutStreamBytes.
   __device__ void start(const FwdArgs& args, const FwdWork& work, uint32_t memory, int lane) {
     batch = work.batch;
     head = work.head;
-    if (args.terms.seed) stream = DropoutStreamIn<StreamInShared>(args.terms, batch, head, lane, {memory});
+    if (args.terms.seed) stream = DropoutStream(args.terms, batch, head, lane, memory);
   }
   // Which weights of the block stay. The lane's first query and key.
   __device__ void draw(const FwdArgs& args, int query, int key) {
@@ -57,7 +57,7 @@ struct TileTerms<Tile, true> {
     }
   }
   // Of weights i and i + 1.
-  __device__ uint32_t keep(int i, uint32_t pair) const { return keep_pair(kept, i, pair); }
+  __device__ uint32_t keep(int i, uint32_t pair) const { return keep_pair<false>(kept, i, pair); }
 
   // Before the weights of a block are made once more: the compiler would keep what it found out about each of them till then.
   __device__ void keep_again(const FwdArgs& args) {

@@ -25,13 +25,11 @@ uint32_t bitwise(uint32_t a, uint32_t b, uint32_t c) {
 inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = a | uint64_t{b} << 32;
   uint32_t bytes = 0;
-  for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = selector >> 4 * i & 15, byte = static_cast<uint32_t>(both >> (digit & 7) * 8 & 0xff);
+    bytes |= (digit < 8 ? byte : (byte >> 7) * 0xff) << 8 * i;
+  }
   return bytes;
-}
-template <int kHalf>
-uint32_t masks_of_signs(uint32_t bytes) {
-  const uint32_t half = bytes >> 16 * kHalf;
-  return (half & 0x80 ? 0xffffu : 0) | (half & 0x8000 ? 0xffff0000u : 0);
 }
 template <bool kBFloat16>
 float unpack(uint16_t element) {
