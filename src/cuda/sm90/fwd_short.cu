@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kShortThreads, kDim == 32 ? 5 : 4) flashsdpa_f
   OnlineSoftmax softmax;
   uint32_t p[kShortRows / 16][4];
   float factor[2];  // nothing was summed before
-  const auto keep = [](int, float weight) { return weight; };
+  const auto keep = [](int, uint32_t pair) { return pair; };
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     softmax.sum[r] = softmax.template raise<kBFloat16>(r, s, args.scale * 1.4426950408889634f, p, keep, factor[r]);
