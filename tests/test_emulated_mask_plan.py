@@ -96,7 +96,8 @@ def test_one_odd_element(same, value, dtype):
 def test_any_pattern_of_16_bits(same, dtype):
     """Each alone in its granule: subnormals, NaN of any payload, infinities and zeros of either sign among them."""
     g = generator("patterns")
-    edges = torch.tensor([sign | top | low for sign in (0, 0x8000) for top in (0, 0x0080, 0x0400, 0x7c00, 0x7f80) for low in (0, 1, 0x7f)])
+    tops = (0, 0x0080, 0x0400, 0x7C00, 0x7F80)  # no exponent, the smallest, the largest; of either type
+    edges = torch.tensor([sign | top | low for sign in (0, 0x8000) for top in tops for low in (0, 1, 0x7F)])
     patterns = torch.cat([edges, torch.randint(2**16, (2000,), generator=g)]).to(torch.uint16).view(dtype)
     mask = torch.full((1, 1, 2, 64 * len(patterns)), -INF, dtype=dtype)
     mask[0, 0, 1, 17::64] = patterns

@@ -153,7 +153,7 @@ __device__ Seen see_vectors(const Strip<kStripWords>& strip, const typename Lane
 #pragma unroll
       for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_vector(from, x[i]);
     }
-  } else if ((strip.first_word > 0 || lane > 0) && count >= kVector + kPerWord) {  // whatever the alignment, words within the line
+  } else if ((strip.first_word > 0 || lane > 0) && count >= kVector + kPerWord) {  // all words within the line
 #pragma unroll
     for (int i = 0; i < kLinesPerWarp; ++i, strip.next(line + i, from)) load_words(from, x[i]);
   } else {

@@ -73,7 +73,7 @@ __device__ inline void load_elements(const Bits* from, int count, uint32_t (&x)[
   }
 }
 
-// 16 bytes of each of the warp's lines. A field is the bits of one line, an element each; 32 bits hold the fields of kFields lines,
+// 16 bytes of each of the warp's lines. A field is the bits of one line, one an element: 32 bits hold the fields of kFields lines,
 // and kFields lanes hold 32 neighbouring elements of a line.
 template <DType kType>
 struct LaneBits {
@@ -127,7 +127,8 @@ struct LaneBits {
 #pragma unroll
     for (int r = 0; r < kWords; ++r) {
       if constexpr (kPairs) {
-        fields[r] = ~(__byte_perm(found[2 * r], found[2 * r + 1], 0x5410) | __byte_perm(found[2 * r], found[2 * r + 1], 0x7632));
+        const uint32_t first = found[2 * r], second = found[2 * r + 1];  // low halves, then high halves, put together
+        fields[r] = ~(__byte_perm(first, second, 0x5410) | __byte_perm(first, second, 0x7632));
       } else {
         fields[r] = kType == DType::kBool ? found[r] : ~found[r];
       }
