@@ -100,7 +100,7 @@ class DropoutStream {
     tie ^= tie >> 16;
     tie = (tie ^ tie >> 8) & 0xff;
     const Calls keeps = Calls(SignedCalls(tie) < int32_t(kept_ & 0xff));
-    return Words((keeps & (dropout_taken_off(0, true))) + dropout_taken_off(dropout_bytes(kept_), false));
+    return Words((keeps & dropout_taken_off(0, true)) + dropout_taken_off(dropout_bytes(kept_), false));
   }
   // All bits of the bytes whose scores are kept.
   Words kept(Words both, Words taken_off) const {
