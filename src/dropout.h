@@ -1,23 +1,22 @@
 // Which scores dropout keeps: a function of (seed, offset, batch, query head, query, key) alone. Forward and backward, tiles,
 // splits, threads and instruction sets so drop the same ones, and nothing is stored. No torch, no CUDA here.
 //
-// Random bits are Philox4x32-7's (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): seven is
-// the least number of rounds with which it passes BigCrush there, and they are most of what dropout costs.
-// Each (batch, query head) has a stream of its own, the four words (s0, s1, s2, s3) of Philox(key: seed; counter: offset,
-// offset >> 32, batch, head). A call Philox(key: s0, s1; counter: block of keys, block of queries, s2, s3) then decides
-// sixteen scores, by a byte for each:
+// Random bits are Philox4x32-7's (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): seven
+// is the least number of rounds with which it passes BigCrush there, and they are most of what dropout costs. Each (batch,
+// query head) has a stream of its own, the four words (s0, s1, s2, s3) of Philox(key: seed; counter: offset, offset >> 32,
+// batch, head). A call Philox(key: s0, s1; counter: block of keys, block of queries, s2, s3) then decides sixteen scores, by a
+// byte for each:
 //
 //   word 0, 1, 2, 3: queries q, q + 1, q + 8, q + 9  x  byte 0, 1, 2, 3 of it: keys k, k + 1, k + 8, k + 9
 //   (bits 0 and 3 of q and k are 0)
 //
-// Of the 2^16 values that 16 bits would have, Dropout::kept = 256 K + r keep a score. Its byte alone says that it is kept, if less
-// than K, or dropped, if greater; where it is K, the call's tie byte t, the xor of its sixteen bytes, says whether: t < r. Given one
-// byte, t is uniform, so the probability is kept / 2^16 exactly; any fourteen others are independent of both. Two scores whose
-// bytes are K in one call share their t, which is all that decisions have to do with each other: a pair in 2^16.
+// Of the 2^16 values that 16 bits would have, Dropout::kept = 256 K + r keep a score. Its byte alone says that it is kept, if
+// less than K, or dropped, if greater; where it is K, the call's tie byte t, the xor of its sixteen bytes, says whether: t < r.
+// Given one byte, t is uniform, so the probability is kept / 2^16 exactly; any fourteen others are independent of both. Two
+// scores whose bytes are K in one call share their t, which is all that decisions have to do with each other: a pair in 2^16.
 //
 // In an accumulator of wgmma or mma a lane holds half of what a call decides, rows r and r + 8 being queries or keys, and the
-// lane of row r ^ 1, 4 lanes away, the other half. In S^T (keys x queries) a word's bytes go to four keys, and calls of
-// neighbouring blocks of queries fill a vector.
+// lane of row r ^ 1, 4 lanes away, the other half. On the CPU calls of neighbouring blocks of keys fill a vector.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +36,8 @@ FLASHSDPA_DEVICE constexpr uint32_t dropout_block(Place place) {
   return uint32_t(place >> 4 << 2 | (place >> 1 & 3));
 }
 
-// Four decisions at once, or more, of words whose bytes are scores: each is in its byte's upper bit. A score is dropped where its byte
-// is not below K, or, where the call's tie byte is less than r, not below K + 1: where a subtraction does not borrow.
+// Four decisions at once, or more, of words whose bytes are scores: each is in its byte's upper bit. A score is dropped where
+// its byte is not below K, or, where the call's tie byte is less than r, not below K + 1: where a subtraction does not borrow.
 constexpr uint32_t kDropoutSigns = 0x80808080u;
 FLASHSDPA_DEVICE constexpr uint32_t dropout_bytes(uint32_t kept) { return (kept >> 8) * 0x01010101u; }  // K in each
 // What is to be taken off word | kDropoutSigns, so that the upper bits are those of lower parts that do not borrow.

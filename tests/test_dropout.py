@@ -121,6 +121,26 @@ def test_keep_rate(p):
         hold(both.sum(), kept.numel(), rate * rate)
 
 
+@pytest.mark.parametrize("p", (1 / 65536, 3 / 65536, 1 / 512, 1 - 3 / 65536))
+def test_small_probabilities(p):
+    """What a byte alone cannot say: 5.5 standard deviations of the binomial."""
+    batch, heads, seq_q, seq_k = 3, 4, 384, 640
+    kept = seen_by_out(fresh_state(f"small{p}"), p, batch, heads, seq_q, seq_k)
+    rate, count = honoured(p)[0] / 65536, kept.numel()
+    assert abs(rate - (1 - p)) < 1e-12 and abs(int(kept.sum()) - rate * count) < 5.5 * (rate * (1 - rate) * count) ** 0.5
+
+
+def test_scores_of_a_call_are_independent():
+    """Each pair of the sixteen that one call decides: both are kept as often as of two that know nothing of each other."""
+    p = 0.3
+    kept = dropout_kept(fresh_state("pairs"), p, 3, 4, 384, 640).double()
+    bits = kept.unflatten(3, (40, 2, 4, 2)).unflatten(2, (24, 2, 4, 2))  # of keys and queries: 16, bit 3, bits 1 and 2, bit 0
+    own = bits.permute(3, 5, 7, 9, 0, 1, 2, 4, 6, 8).reshape(16, -1)
+    centred = own - honoured(p)[0] / 65536
+    correlation = centred @ centred.T / centred.square().sum(1).mean()
+    assert (correlation - torch.eye(16)).abs().max() < 5.5 / own.size(1) ** 0.5
+
+
 def test_every_bit_of_the_state_counts():
     """Seed and offset, their high halves too, give other decisions, and independent ones."""
     state = fresh_state("bits")

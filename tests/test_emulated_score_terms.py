@@ -129,7 +129,7 @@ def test_bad_numbers(forward):
         assert out.isfinite().all() == lse.isfinite().all() == finite and out.isnan().all() == (not finite)
 
 
-@pytest.mark.parametrize("p", (0.1, 0.5, 1.0))
+@pytest.mark.parametrize("p", (0.001, 0.1, 0.5, 1.0))
 @pytest.mark.parametrize("dim", (64, 128, 256))
 def test_every_decision(forward, dim, p):
     """Equal weights, and values that say which of 16 keys each column is of: how many of them stay is read off the output."""

@@ -48,13 +48,14 @@ class DropoutStream {
       for (int r = 0; r < rows; r += 16) draw_16(first_query + r, std::min(rows - r, 8), first_key + j, &of_eight[r / 8]);
       transpose_bytes(of_eight);
       for (int lane = 0; lane < kWordLanes; ++lane)
-        for (int i = 0; i < 8; ++i) of_key[j + lane / 2 * 16 + lane % 2 * 4 + i / 4 * 2 + i / 2 % 2 * 8 + i % 2] = of_eight[i][lane];
+        for (int i = 0; i < 8; ++i)
+          of_key[j + lane / 2 * 16 + lane % 2 * 4 + i / 4 * 2 + i / 2 % 2 * 8 + i % 2] = of_eight[i][lane];
     }
   }
 
  private:
-  // The decisions for queries 0 to rows - 1 and as many from 8 on, in of_eight[0] and [1], and for 8 keys a lane: those of two calls,
-  // blocks 2 i and 2 i + 1 of the keys from `key` on in lane i.
+  // The decisions for queries 0 to rows - 1 and as many from 8 on, in of_eight[0] and [1], and for 8 keys a lane: those of two
+  // calls, blocks 2 i and 2 i + 1 of the keys from `key` on in lane i.
   void draw_16(int64_t query, int rows, int64_t key, Words* of_eight) const {
     Words key_blocks;
     for (int lane = 0; lane < kWordLanes; ++lane) key_blocks[lane] = dropout_block(key) + uint64_t(2 * lane);
@@ -100,7 +101,7 @@ class DropoutStream {
     tie ^= tie >> 16;
     tie = (tie ^ tie >> 8) & 0xff;
     const Calls keeps = Calls(SignedCalls(tie) < int32_t(kept_ & 0xff));
-    return Words((keeps & (dropout_taken_off(0, true))) + dropout_taken_off(dropout_bytes(kept_), false));
+    return Words((keeps & dropout_taken_off(0, true)) + dropout_taken_off(dropout_bytes(kept_), false));
   }
   // All bits of the bytes whose scores are kept.
   Words kept(Words both, Words taken_off) const {

@@ -33,8 +33,8 @@ __device__ inline uint64_t multiply_wide(uint32_t a, uint32_t b) {
   return product;
 }
 
-// The bitwise function of a, b and c that is kTable where they are kBitwiseA, kBitwiseB and kBitwiseC: one instruction, which the
-// compiler does not take apart to share what it is made of.
+// The bitwise function of a, b and c that is kTable where they are kBitwiseA, kBitwiseB and kBitwiseC: one instruction, which
+// the compiler does not take apart to share what it is made of.
 constexpr uint32_t kBitwiseA = 0xf0, kBitwiseB = 0xcc, kBitwiseC = 0xaa;
 template <uint8_t kTable>
 __device__ inline uint32_t bitwise(uint32_t a, uint32_t b, uint32_t c) {
@@ -43,7 +43,8 @@ __device__ inline uint32_t bitwise(uint32_t a, uint32_t b, uint32_t c) {
   return bits;
 }
 
-// Byte i of the result is the one that hex digit i of `selector` says: 0 to 3 of a, 4 to 7 of b; or, 8 more, its sign in all bits.
+// Byte i of the result is the one that hex digit i of `selector` says: 0 to 3 of a, 4 to 7 of b; or, 8 more, its sign in all
+// bits.
 __device__ inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
@@ -83,8 +84,8 @@ __device__ inline float multiply(float a, float b) {
   return product;
 }
 
-// The same pointer or word, which the compiler takes for another each time: what is made of it is made here, not before a loop, and
-// not kept from an earlier time.
+// The same pointer or word, which the compiler takes for another each time: what is made of it is made here, not before a loop,
+// and not kept from an earlier time.
 template <typename T>
 __device__ inline T* anew(T* pointer) {
   asm volatile("" : "+l"(pointer)::"memory");

@@ -26,9 +26,9 @@ __device__ __forceinline__ void bwd_consume_by_keys(const BwdArgs& args, const B
   static_assert(kPieceByQueries || kBlockM == kBwdPiece);
   const int lane = thread % ptx::kWarpLanes, lane_row = thread / ptx::kWarpLanes * 16 + lane / 4;
   const int lane_column = 2 * (lane % 4);
+  // With terms there is no register to keep it.
+  const auto lane_again = [&] { return Tile::kTerms ? int(ptx::anew(uint32_t(thread))) % ptx::kWarpLanes : lane; };
   // Anew for each product, or addresses kept for the whole tile spill.
-  // With terms there are no registers to keep what follows from it.
-  const auto thread_again = [&] { return Tile::kTerms ? int(ptx::anew(uint32_t(thread))) : thread; };
   const auto own_key = [&] { return __shfl_sync(0xffffffffu, key, 0); };
   const auto consumer = [&] { return key / kConsumerRows; };
   const auto elected = [&] { return key + thread == 0; };
@@ -46,7 +46,7 @@ __device__ __forceinline__ void bwd_consume_by_keys(const BwdArgs& args, const B
   const auto told_slot = [&] { return int(ring.count % Tile::kVisits); };  // of the block in turn
   const auto free_stage = [&](uint32_t barrier) {
     fwd_delay(FwdPoint::kFree);
-    if (thread_again() % ptx::kWarpLanes == 0) ptx::mbarrier_arrive(barrier);
+    if (lane_again() == 0) ptx::mbarrier_arrive(barrier);
   };
   // S^T of the Q in turn, for the keys of this consumer.
   const auto issue_scores = [&] {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void bwd_consume_by_keys(const BwdArgs& args, const B
     const auto lay_scores = [&] {
       wait_for_scores_place();
       fwd_delay(FwdPoint::kStore);
-      const int again = thread_again(), its_lane = again % ptx::kWarpLanes, row = own_key() + again / ptx::kWarpLanes * 16 + its_lane % 16;
+      const int its_lane = lane_again(), row = own_key() + thread / ptx::kWarpLanes * 16 + its_lane % 16;
 #pragma unroll
       for (int j = 0; j < kBlockM / 16; ++j) {
         ptx::stmatrix_x4(shared.scores(ring.stage()) + swizzled_offset<kBlockN>(row, 2 * j + its_lane / 16), ds[j][0], ds[j][1],

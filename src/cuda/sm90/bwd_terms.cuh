@@ -33,7 +33,8 @@ struct BwdBlockTerms<Tile, true> {
   // Of what is kept in 16 bits: float16 has digits enough for weights and factors up to 1, of any size that matters, if 1 is this.
   static constexpr float kOne = 32768.f;
 
-  uint32_t kept[(kScores + 31) / 32];  // dropout_bits.cuh
+  static constexpr int kWords = (kScores + 31) / 32;
+  uint32_t kept[kWords];  // dropout_bits.cuh
 
   // `query`, `key`: the lane's first of each. `stream`: where the loader has laid the random bits of the block's head.
   __device__ void draw(const BwdArgs& args, uint32_t stream, int query, int key) {
@@ -41,7 +42,8 @@ struct BwdBlockTerms<Tile, true> {
     for (uint32_t& word : kept) word = ~0u;
     if (!args.terms.seed) return;
     constexpr int kGroups = kScores == 16 ? 2 : 4;
-    DropoutStream(args.terms, stream).draw<Tile::kByKeys, kGroups, (kScores + 31) / 32>(Tile::kByKeys ? key : query, Tile::kByKeys ? query : key, kept);
+    const int row = Tile::kByKeys ? key : query, column = Tile::kByKeys ? query : key;
+    DropoutStream(args.terms, stream).draw<Tile::kByKeys, kGroups, kWords>(row, column, kept);
   }
 
   __device__ bool keeps(int i) const { return is_kept<Tile::kByKeys>(kept, i); }

@@ -13,8 +13,8 @@ struct PhiloxProduct {
   __device__ uint64_t operator()(uint64_t a, uint32_t m) const { return ptx::multiply_wide(uint32_t(a), m); }
 };
 
-// What all calls of one (batch, query head) share, the keys of the first round and two words of the counter, lies in shared memory, and
-// is read anew for all calls that are made together: there are no registers for it.
+// What all calls of one (batch, query head) share, the keys of the first round and two words of the counter, lies in shared
+// memory, and is read anew for all calls that are made together: there are no registers for it.
 constexpr int kDropoutStreamBytes = 16;
 
 // Lays it there, for one after another; made once more only where batch or head is another. By one thread.
@@ -46,18 +46,19 @@ class DropoutStream {
   // `shared`: where its kDropoutStreamBytes lie.
   __device__ DropoutStream(const ScoreTerms& terms, uint32_t shared) : shared_(shared), kept_(terms.kept) {}
   // A warp's own, laid there by it: no lane reads what was there any more.
-  __device__ DropoutStream(const ScoreTerms& terms, int batch, int head, int lane, uint32_t shared) : DropoutStream(terms, shared) {
+  __device__ DropoutStream(const ScoreTerms& terms, int batch, int head, int lane, uint32_t shared)
+      : DropoutStream(terms, shared) {
     __syncwarp();
     if (lane == 0) DropoutStreamWriter().lay(terms, batch, head, shared);
     __syncwarp();
   }
 
-  // `row`, `column`: the lane's first of each, in a block that begins with multiples of 16. kGroups: of 16 columns, 8 accumulators
-  // each, in a word of bits; 4, or 2 in a block that has no more. kTogether: words whose calls of Philox go side by side:
-  // the more, the less one waits for another.
+  // `row`, `column`: the lane's first of each, in a block that begins with multiples of 16. kGroups: of 16 columns, 8
+  // accumulators each, in a word of bits; 4, or 2 in a block that has no more. kTogether: words whose calls of Philox go side
+  // by side: the more, the less one waits for another.
   //
-  // What a call decides belongs to two lanes, those of rows r and r ^ 1. The lane of the even row makes the calls of even groups, the
-  // other one those of odd groups; then each gives the other its half.
+  // What a call decides belongs to two lanes, those of rows r and r ^ 1. The lane of the even row makes the calls of even
+  // groups, the other one those of odd groups; then each gives the other its half.
   template <bool kRowsAreKeys, int kGroups = 4, int kTogether = 1, int kWords>
   __device__ void draw(int row, int column, uint32_t (&bits)[kWords]) const {
     constexpr int kCalls = kGroups / 2;
@@ -119,12 +120,13 @@ class DropoutStream {
     }
   }
 
-  // Rows are queries: words of a call are queries, even ones in the upper bit of each two. The decisions of even groups go there, those
-  // of odd groups below.
+  // Rows are queries: words of a call are queries, even ones in the upper bit of each two. The decisions of even groups go
+  // there, those of odd groups below.
   __device__ static uint32_t exchange_bits(uint32_t own, bool odd) {
     constexpr uint32_t kUpper = 0xaaaaaaaau;
     const int left = odd ? 31 : 1;  // the other lane's, where it wants them
-    const uint32_t received = __shfl_xor_sync(0xffffffffu, own << left | own >> (32 - left), 4), mine = odd ? ~kUpper : kUpper;
+    const uint32_t received = __shfl_xor_sync(0xffffffffu, own << left | own >> (32 - left), 4);
+    const uint32_t mine = odd ? ~kUpper : kUpper;
     return (own & mine) | (received & ~mine);
   }
   // Rows are keys: bytes of a call are keys. The decisions of even groups go to bytes 0 and 2, those of odd groups to 1 and 3.
@@ -146,13 +148,13 @@ __device__ inline bool is_kept(const uint32_t* bits, int i) {
   return bits[i / 32] >> dropout_place<kRowsAreKeys>(i) & 1;
 }
 
-// Of a packed pair of weights, accumulators i and i + 1, those that are dropped become 0: bits are brought to the signs of bytes, and
-// these made the halves of a mask. In half as many instructions as one by one.
-template <bool kRowsAreKeys>
+// Rows are queries: of a packed pair of weights, accumulators i and i + 1, those that are dropped become 0. Their bits are in
+// neighbouring bytes, which are brought to be signs, and these to be the halves of a mask: half as many instructions as one by
+// one.
 __device__ inline uint32_t keep_pair(const uint32_t* bits, int i, uint32_t pair) {
-  const int low = dropout_place<kRowsAreKeys>(i), high = dropout_place<kRowsAreKeys>(i + 1);
-  const uint32_t low_signs = bits[i / 32] << (7 - low % 8), high_signs = bits[i / 32] << (7 - high % 8);
-  return pair & ptx::select_bytes(low_signs, high_signs, (8 + low / 8) * 0x11 + (12 + high / 8) * 0x1100);
+  const int place = dropout_place<false>(i);
+  const uint32_t signs = bits[i / 32] << (7 - place % 8);
+  return pair & ptx::select_bytes(signs, signs, 0x9988 + place / 8 * 0x1111);
 }
 
 }  // namespace flashsdpa

@@ -57,7 +57,7 @@ struct TileTerms<Tile, true> {
     }
   }
   // Of weights i and i + 1.
-  __device__ uint32_t keep(int i, uint32_t pair) const { return keep_pair<false>(kept, i, pair); }
+  __device__ uint32_t keep(int i, uint32_t pair) const { return keep_pair(kept, i, pair); }
 
   // Before the weights of a block are made once more: the compiler would keep what it found out about each of them till then.
   __device__ void keep_again(const FwdArgs& args) {
