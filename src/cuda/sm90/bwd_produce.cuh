@@ -2,8 +2,7 @@
 #pragma once
 
 #include "../../ptx/grid.cuh"
-#include "bwd_blocks.cuh"
-#include "fwd_load.cuh"
+#include "bwd_values_load.cuh"
 
 namespace flashsdpa {
 
@@ -71,8 +70,13 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
         ptx::mbarrier_wait(slot.empty, slot.empty_parity);
         bwd_tell(args, shared, int(q_ring.count % Tile::kVisits), work, at);
       }
+      uint32_t more_bytes = Tile::kStatsBytes;
+      if constexpr (Tile::kMasked) more_bytes += bwd_values_bytes(args, work, at);
       load_rows<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
-          slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, Tile::kStatsBytes);
+          slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, more_bytes);
+      if constexpr (Tile::kMasked) {
+        if (kAlone || loader == 0) bwd_load_values(args, shared, stage, work, at);
+      }
       wait_for_pre();
       if (kAlone || loader == 0) {
         const float* stats = args.stats + bwd_block(args, work, at) * Tile::kStatsFloats;

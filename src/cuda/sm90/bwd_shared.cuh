@@ -23,8 +23,12 @@ struct BwdShared {
   __device__ uint32_t piece(int consumer) const { return base + Tile::kPieceOffset + consumer * Tile::kPieceBytes; }
   __device__ uint32_t stats(int stage) const { return base + Tile::kStatsOffset + stage * Tile::kStatsBytes; }
   __device__ uint32_t visit(int slot) const { return base + Tile::kVisitOffset + 8 * slot; }
+  // Values of a mask: a warp's own, or a box of 64 keys.
   __device__ uint32_t values(int consumer, int warp) const {
     return base + Tile::kValuesOffset + (consumer * kWarpsPerGroup + warp) * Tile::kValuesBytes;
+  }
+  __device__ uint32_t values_box(int stage, int box) const {
+    return base + Tile::kValuesOffset + (stage * Tile::kValuesBoxes + box) * Tile::kValuesBoxBytes;
   }
   __device__ uint32_t dk(int stage) const { return base + Tile::kDkOffset + stage * Tile::kKBytes; }
   __device__ uint32_t dv() const { return base + Tile::kDvOffset; }
