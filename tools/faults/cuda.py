@@ -195,6 +195,8 @@ FAULTS = [
           MASKED_BACKWARD + "test_layouts"),
     Fault("values of the first head for all", "src/cuda/sm90/bwd_values_load.cuh", "head * args.values.map_head", "0",
           MASKED_BACKWARD + "test_values_by_vectors"),
+    Fault("batches counted as heads", "src/cuda/sm90/bwd_shared.cuh", "place.head % batches", "place.head % uint32_t(args.heads_kv)",
+          MASKED_BACKWARD + "test_layouts"),
     Fault("every second score not looked at for NaN", "src/cuda/sm90/bwd_values.cuh", "any_nan |= x != x || y != y;",
           "any_nan |= y != y;", MASKED_BACKWARD + "test_bad_numbers_of_removed_keys"),
     Fault("bias scaled with the scores in the backward", "src/cuda/sm90/bwd_launch.cu",

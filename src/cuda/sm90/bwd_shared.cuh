@@ -109,6 +109,12 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   work.row = int(args.turns ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
   work.batch = int(place.head / args.heads_kv);
   work.head = int(place.head % args.heads_kv);
+  if (Tile::kMasked && args.mask.stride_batch == 0 && args.mask.stride_head != 0) {
+    // A head's values are those of all batches: these next to each other, so that memory is read once.
+    const uint32_t batches = args.order.heads / args.heads_kv;
+    work.batch = int(place.head % batches);
+    work.head = int(place.head / batches);
+  }
   const int end_key = min(work.row + Tile::kBlockN, args.seq_k);
   const int begin = clamp_to(work.row - args.band_hi, 0, args.seq_q);
   const int end = clamp_to(end_key - args.band_lo, 0, args.seq_q);
