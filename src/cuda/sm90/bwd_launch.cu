@@ -98,10 +98,10 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   return order;
 }
 
-// Values of an additive mask as TMA reaches them: of q's type, with all queries and keys.
+// Values of an additive mask as TMA reaches them: of q's type, with all queries and keys, more than one.
 FwdTensor reach_values(const Problem& p) {
   const MaskView& mask = p.mask;
-  if (!mask.data || mask.dtype != p.dtype || mask.size[2] != p.seq_q || mask.size[3] != p.seq_k || mask.stride[3] != 1) return {};
+  if (!mask.data || mask.dtype != p.dtype || mask.size[2] == 1 || mask.stride[3] != 1) return {};
   return reach(mask.data, mask.stride, {mask.size[0], mask.size[1], mask.size[2], mask.size[3]});
 }
 

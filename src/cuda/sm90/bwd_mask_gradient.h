@@ -53,13 +53,18 @@ struct BwdMaskTile {
   static constexpr int kKOffset = kQOffset + kStages * kQBytes;
   static constexpr int kGradOutOffset = kKOffset + kStages * kKBytes;
   static constexpr int kVOffset = kGradOutOffset + kStages * kGradOutBytes;
+  // Values: those of 16 bits that TMA reaches in two stages, for two tiles; else each lane's own, as floats. With terms at 64 columns
+  // there are no registers for both.
+  static constexpr bool kValuesByTma = !kTerms || kDim > 64;
+  static constexpr int kValuesStages = 2, kValuesBytes = kBlockM * kBlockN * kElementBytes;
   static constexpr int kValuesOffset = kVOffset + kStages * kVBytes;
+  static_assert(kValuesOffset % 1024 == 0);
   static constexpr int kStatsOffset = kValuesOffset + kBlockM * kBlockN * int(sizeof(float));
   static constexpr int kSlotBytes = kTerms ? 32 : 16;
   static constexpr int kSlotOffset = kStatsOffset + kStages * kPieces * kStatsBytes;
   static constexpr int kUnitOffset = kSlotOffset + kVisits * kSlotBytes;
   static constexpr int kBarrierOffset = kUnitOffset + 8;
-  static constexpr int kBarriers = 8 * kStages + 2 * kVisits;
+  static constexpr int kBarriers = 8 * kStages + 2 * kVisits + 2 * kValuesStages;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8 + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);
 };

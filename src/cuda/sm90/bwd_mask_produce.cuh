@@ -13,6 +13,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
   const BwdArgs& bwd = args.bwd;
   Ring<Tile::kVisits> visit_ring;
   Ring<Tile::kStages> q_ring, k_ring;
+  Ring<Tile::kValuesStages> values_ring;
   const int units = args.tiles * args.parts;
   const auto claim = [&] {
     int unit = 0;
@@ -61,6 +62,21 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
         {shared.v(stage), shared.full_v(stage), shared.empty_v(stage), k_ring.phase() ^ 1}, bwd.v, &bwd.map_v,
         at.n * Tile::kBlockN, at.head / bwd.group, at.batch, loader);
   };
+  // Of a tile: while the visits of the one before are not done.
+  const auto load_values = [&](const BwdMaskPlace& tile) {
+    constexpr int kBoxBytes = int(kGranule) * kBoxRowBytes, kRows = Tile::kBlockM / int(kGranule);
+    const int stage = values_ring.stage();
+    ptx::mbarrier_wait(shared.empty_values(stage), values_ring.phase() ^ 1);
+    fwd_delay(FwdPoint::kLoad);
+    ptx::mbarrier_arrive_expect(shared.full_values(stage), Tile::kValuesBytes);
+#pragma unroll 1
+    for (int box = 0; box < Tile::kValuesBytes / kBoxBytes; ++box) {  // of the first 64 keys, then of the next
+      ptx::tma_load(shared.values_stage(stage) + box * kBoxBytes, &bwd.map_values,
+                    {tile.n * Tile::kBlockN + box / kRows * int(kGranule), tile.m * Tile::kBlockM + box % kRows * int(kGranule),
+                     tile.head * bwd.values.map_head, tile.batch * bwd.values.map_batch},
+                    shared.full_values(stage), ptx::cache_policy<ptx::Reuse::kNone>());
+    }
+  };
 
   for (int unit = claim(); unit < units; unit = claim()) {
     BwdMaskWalk<Tile> walk(args, unit);
@@ -68,6 +84,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       tell({BwdMaskVisit::kFirst | BwdMaskVisit::kLast, 0, 0, unit, 0, 0});
       continue;
     }
+    if (Tile::kValuesByTma && bwd.values.tma && (kAlone || loader == 0)) load_values(bwd_mask_first(args, unit % args.tiles));
     uint32_t first = BwdMaskVisit::kFirst;
     bool other_q = true, other_k = true;  // than the visit before
     while (walk.left > 0) {
@@ -83,6 +100,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       if (bwd_mask_edge<Tile>(bwd, at)) flags |= BwdMaskVisit::kEdge;
       flags |= q_ring.stage() * BwdMaskVisit::kStageQ + q_ring.phase() * BwdMaskVisit::kPhaseQ;
       flags |= k_ring.stage() * BwdMaskVisit::kStageK + k_ring.phase() * BwdMaskVisit::kPhaseK;
+      flags |= values_ring.stage() * BwdMaskVisit::kStageValues + values_ring.phase() * BwdMaskVisit::kPhaseValues;
       tell({flags, at.m, at.n, unit, at.batch, at.head});
       // In the order in which consumers wait.
       if (other_q) load_queries(std::true_type(), at);
@@ -95,6 +113,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       other_k = leave_k;
       first = 0;
     }
+    values_ring.advance();
   }
   tell({BwdMaskVisit::kEnd, 0, 0, 0, 0, 0});
 }

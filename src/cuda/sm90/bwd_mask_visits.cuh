@@ -23,6 +23,7 @@ struct BwdMaskShared {
   __device__ uint32_t values(int pair, int thread) const {
     return base + Tile::kValuesOffset + (pair * (Tile::kConsumers * ptx::kWarpgroupThreads) + thread) * 8;
   }
+  __device__ uint32_t values_stage(int stage) const { return base + Tile::kValuesOffset + stage * Tile::kValuesBytes; }
   __device__ uint32_t visit(int slot) const { return base + Tile::kSlotOffset + slot * Tile::kSlotBytes; }
   __device__ uint32_t unit() const { return base + Tile::kUnitOffset; }
 
@@ -36,6 +37,8 @@ struct BwdMaskShared {
   __device__ uint32_t empty_v(int stage) const { return barrier(7, stage); }
   __device__ uint32_t full_visit(int slot) const { return barrier(8, slot); }
   __device__ uint32_t empty_visit(int slot) const { return barrier(8, Tile::kVisits + slot); }
+  __device__ uint32_t full_values(int stage) const { return barrier(8, 2 * Tile::kVisits + stage); }
+  __device__ uint32_t empty_values(int stage) const { return barrier(8, 2 * Tile::kVisits + Tile::kValuesStages + stage); }
 
  private:
   __device__ uint32_t barrier(int kind, int i) const { return base + Tile::kBarrierOffset + 8 * (kind * Tile::kStages + i); }
@@ -57,6 +60,10 @@ __device__ inline void bwd_mask_init_barriers(const BwdMaskShared<Tile>& shared)
   for (int slot = 0; slot < Tile::kVisits; ++slot) {
     ptx::mbarrier_init(shared.full_visit(slot), 1);
     ptx::mbarrier_init(shared.empty_visit(slot), kConsumerWarps);
+  }
+  for (int stage = 0; stage < Tile::kValuesStages; ++stage) {
+    ptx::mbarrier_init(shared.full_values(stage), 1);
+    ptx::mbarrier_init(shared.empty_values(stage), kConsumerWarps);
   }
   ptx::mbarrier_init_fence();
 }
@@ -140,11 +147,13 @@ struct BwdMaskVisit {
     kEdge = 16,    // there are scores that band or length remove
     kLeaveQ = 32,  // the next visit has another Q and dO
     kLeaveK = 64,  // the next visit has another K and V
-    // Stage and phase of the barriers of Q and dO, and of K and V: counted by the producer alone.
+    // Stage and phase of the barriers of Q and dO, of K and V, and of values: counted by the producer alone.
     kStageQ = 128,
     kPhaseQ = 256,
     kStageK = 512,
     kPhaseK = 1024,
+    kStageValues = 2048,
+    kPhaseValues = 4096,
   };
   uint32_t flags;
   int m, n, unit;
@@ -187,6 +196,8 @@ struct BwdMaskHeard {
   __device__ uint32_t q_phase() const { return is(BwdMaskVisit::kPhaseQ); }
   __device__ int k_stage() const { return is(BwdMaskVisit::kStageK); }
   __device__ uint32_t k_phase() const { return is(BwdMaskVisit::kPhaseK); }
+  __device__ int values_stage() const { return is(BwdMaskVisit::kStageValues); }
+  __device__ uint32_t values_phase() const { return is(BwdMaskVisit::kPhaseValues); }
   __device__ int m() const { return int(word(1)); }
   __device__ int n() const { return int(word(2)); }
   __device__ int unit() const { return int(word(3)); }
