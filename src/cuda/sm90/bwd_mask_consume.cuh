@@ -224,7 +224,8 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     }
     if (visit.is(BwdMaskVisit::kAny)) add_visit();
     if (visit.is(BwdMaskVisit::kLast)) {
-      bwd_mask_store<Tile, kBFloat16>(args, shared, visit.unit(), sum, own());
+      const uint32_t staging = visit.is(BwdMaskVisit::kAny) && by_tma() ? shared.values_stage(visit.values_stage()) : 0;
+      bwd_mask_store<Tile, kBFloat16>(args, shared, visit.unit(), sum, own(), staging);
       __syncwarp();
       if (visit.is(BwdMaskVisit::kAny)) free_stage(BwdMaskVisit::kLast, shared.empty_values(visit.values_stage()));
     }
