@@ -173,10 +173,10 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     issue_scores(s, std::integral_constant<int, Tile::kDim>(), shared.q(visit.q_stage()) + piece() * Tile::kQPieceBytes,
                  shared.k(visit.k_stage()));
     ptx::mbarrier_wait(shared.full_grad_out(visit.q_stage()), visit.q_phase());  // and the stats
-    ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
+    ptx::mbarrier_wait(shared.full_v(visit.v_stage()), visit.v_phase());
     const auto issue_grad_weights = [&] {
       issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
-                   shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
+                   shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.v_stage()));
     };
     if constexpr (Tile::kTerms) {
       draw();
@@ -198,7 +198,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     const float delta[2] = {ptx::load_shared_float(stats.delta(piece_row())), ptx::load_shared_float(stats.delta(piece_row() + 8))};
     __syncwarp();  // all lanes have read the stats
     free_stage(BwdMaskVisit::kLeaveQ, shared.empty_grad_out(visit.q_stage()));
-    free_stage(BwdMaskVisit::kLeaveK, shared.empty_v(visit.k_stage()));
+    free_stage(BwdMaskVisit::kLeaveK, shared.empty_v(visit.v_stage()));
     if (visit.m() * Tile::kBlockM + first_row() >= bwd.seq_q) return;  // these rows have no stats
     if constexpr (Tile::kTerms) {
 #pragma unroll

@@ -12,7 +12,8 @@ template <typename Tile, bool kAlone>
 __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShared<Tile>& shared, int loader) {
   const BwdArgs& bwd = args.bwd;
   Ring<Tile::kVisits> visit_ring;
-  Ring<Tile::kStages> q_ring, k_ring;
+  Ring<Tile::kStages> q_ring;
+  Ring<Tile::kStagesK> k_ring;
   Ring<Tile::kValuesStages> values_ring;
   const int units = args.tiles * args.parts;
   const auto claim = [&] {
@@ -57,9 +58,10 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
         at.n * Tile::kBlockN, at.head / bwd.group, at.batch, loader);
   };
   const auto load_v = [&](const BwdMaskPlace& at) {
-    const int stage = k_ring.stage();
+    const Ring<Tile::kStages> v_ring{k_ring.count};
+    const int stage = v_ring.stage();
     load_rows<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
-        {shared.v(stage), shared.full_v(stage), shared.empty_v(stage), k_ring.phase() ^ 1}, bwd.v, &bwd.map_v,
+        {shared.v(stage), shared.full_v(stage), shared.empty_v(stage), v_ring.phase() ^ 1}, bwd.v, &bwd.map_v,
         at.n * Tile::kBlockN, at.head / bwd.group, at.batch, loader);
   };
   // Of a tile: while the visits of the one before are not done.
@@ -102,9 +104,9 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       flags |= k_ring.stage() * BwdMaskVisit::kStageK + k_ring.phase() * BwdMaskVisit::kPhaseK;
       flags |= values_ring.stage() * BwdMaskVisit::kStageValues + values_ring.phase() * BwdMaskVisit::kPhaseValues;
       tell({flags, at.m, at.n, unit, at.batch, at.head});
-      // In the order in which consumers wait.
-      if (other_q) load_queries(std::true_type(), at);
+      // In the order in which consumers wait, but that K does not wait for the memory of Q.
       if (other_k) load_k(at);
+      if (other_q) load_queries(std::true_type(), at);
       if (other_q) load_queries(std::false_type(), at);
       if (other_k) load_v(at);
       if (leave_q) q_ring.advance();
