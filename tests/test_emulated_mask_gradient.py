@@ -81,6 +81,13 @@ def test_many_visits(attention, dim):
     check(x, run=runner(attention))
 
 
+@pytest.mark.parametrize("dim", CLASSES)
+def test_values_by_vectors(attention, dim):
+    """Rows of values that start at multiples of 16 bytes, of many tiles one after the other; 328 keys end within a tile."""
+    for mask, heads, band in (("bias:hqk", (2, 1), "full"), ("bias_inf:bhqk", (4, 2), "causal"), ("bias:qk", (2, 2), "full")):
+        hold(attention, "vectors", mask, batch=2, heads=heads, lengths=(330, 328), dims=(dim, dim), band=band)
+
+
 @pytest.mark.parametrize("dim", (64, 70, 192))
 def test_tensors_that_tma_cannot_reach(attention, dim):
     for axes in ("hqk", "k"):

@@ -65,8 +65,8 @@ def test_many_tiles(attention, dim):
 @pytest.mark.parametrize("dim", CLASSES)
 def test_values_by_vectors(attention, dim, dtype):
     """Rows of values that start at multiples of 16 bytes; 300 and 328 keys end within a block."""
-    for mask, keys in (("bias_inf", 328), ("bias", 128), ("bias32", 300)):
-        hold(attention, "vectors", mask, heads=(4, 2), lengths=(330, keys), dims=(dim, dim), dtype=dtype)
+    for mask, keys, batch in (("bias_inf", 328, 1), ("bias:hqk", 128, 2), ("bias32", 300, 1)):
+        hold(attention, "vectors", mask, heads=(4, 2), lengths=(330, keys), dims=(dim, dim), dtype=dtype, batch=batch)
 
 
 @pytest.mark.parametrize("dim", (64, 70, 192))

@@ -52,6 +52,13 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap* map, PackedB
       : "memory");
 }
 
+// Asks for a box to be in the L2 cache; nobody waits for it.
+__device__ inline void tma_prefetch(const CUtensorMap* map, BoxOrigin at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(at.column), "r"(at.row),
+               "r"(at.head), "r"(at.batch)
+               : "memory");
+}
+
 __device__ inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxOrigin at) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)

@@ -46,6 +46,10 @@ struct BwdArgs {
   FwdMask mask;              // masked kernels; with values, scale is 1 and sign the scale itself
   ScoreTerms terms;          // kernels with terms; with a cap or slopes, scale and sign are 1, for the terms scale; else the terms do not
   uint32_t spread;  // a tile begins with the block of queries that is row * spread / 2^32 behind the first of its band
+  // Masked kernels, last so that the others find all else where they would: an additive mask of q's type, if TMA reaches it and
+  // it has all queries and keys. Boxes of a granule.
+  CUtensorMap map_values;
+  FwdTensor values;
 };
 
 // The kernels before and after: one block of threads for each block of queries.

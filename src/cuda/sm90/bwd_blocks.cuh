@@ -47,6 +47,7 @@ struct BwdPlanWalk {
   uint32_t classes;
   int left;  // 0: there is none, 1: it is the last, else 2
 
+  __device__ const Block& after() const { return ahead; }  // of the last one m is -1
   __device__ void start(const BwdArgs& args, const FwdWork& work) {
     left = 0;
     if (work.end() || work.empty()) return;

@@ -98,6 +98,13 @@ FwdOrder make_order(const BackwardParams& b, const BwdInstance& instance) {
   return order;
 }
 
+// Values of an additive mask as TMA reaches them: of q's type, with all queries and keys, more than one.
+FwdTensor reach_values(const Problem& p) {
+  const MaskView& mask = p.mask;
+  if (!mask.data || mask.dtype != p.dtype || mask.size[2] == 1 || mask.stride[3] != 1) return {};
+  return reach(mask.data, mask.stride, {mask.size[0], mask.size[1], mask.size[2], mask.size[3]});
+}
+
 const char* encode_all(const BackwardParams& b, const BwdInstance& instance, BwdArgs* args) {
   const Problem& p = b.problem;
   const BwdSizes size(p);
@@ -110,6 +117,9 @@ const char* encode_all(const BackwardParams& b, const BwdInstance& instance, Bwd
   if (!error) error = encode(args->grad_out, size.out, p.dtype, instance.block_m, &args->map_grad_out);
   if (!error) error = encode(args->k, size.k, p.dtype, instance.block_n, &args->map_k);
   if (!error) error = encode(args->v, size.v, p.dtype, instance.block_n, &args->map_v);
+  args->values = reach_values(p);
+  const int64_t(&mask)[4] = p.mask.size;
+  if (!error) error = encode(args->values, {mask[0], mask[1], mask[2], mask[3]}, p.dtype, int(kGranule), &args->map_values);
   if (!wants_inputs(b)) return error;
   if (!error) error = encode(args->dk, size.k, p.dtype, instance.block_n, &args->map_dk);
   if (!error) error = encode(args->dv, size.v, p.dtype, instance.block_n, &args->map_dv);

@@ -47,9 +47,9 @@ struct BwdBlockMask<Tile, true> {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) bits[w] = 0;
     if (its_kind == kBits) load_bits(args, work, slot);
-    if (its_kind == kMixed) {
+    if (its_kind == kMixed && !(Tile::kValuesWithQ && args.values.tma)) {
       __syncwarp();  // the values of the block before have been read
-      with_values(args.mask, [&](const auto& values) { values.load(args.mask, origin(args.mask, work, slot)); });
+      with_values(args.mask, slot, [&](const auto& values) { values.load(args.mask, origin(args.mask, work, slot)); });
     }
   }
 
@@ -66,7 +66,7 @@ struct BwdBlockMask<Tile, true> {
       for (float& score : s) score *= args.sign;
     }
     if (!mixed) return;
-    with_values(args.mask, [&](const auto& values) {
+    with_values(args.mask, slot, [&](const auto& values) {
       values.template add<kBFloat16>(args.mask, [&] { return origin(args.mask, work, slot); }, Tile::kTerms ? 1.f : args.sign, s);
     });
   }
@@ -103,12 +103,16 @@ struct BwdBlockMask<Tile, true> {
  private:
   // act(values of the type that the mask has)
   template <typename Act>
-  __device__ void with_values(const FwdMask& mask, const Act& act) const {
-    const uint32_t values = shared.values(consumer_key / kKeys, thread / ptx::kWarpLanes);
+  __device__ void with_values(const FwdMask& mask, int slot, const Act& act) const {
+    const uint32_t own = shared.values(consumer_key / kKeys, thread / ptx::kWarpLanes);
     if (mask.dtype == DType::kFloat32) {
-      act(BwdValues<Tile, 4>{values, lane()});
+      act(BwdValues<Tile, 4>{own, lane(), 0});
+    } else if constexpr (!Tile::kValuesWithQ) {
+      act(BwdValues<Tile, 2>{own, lane(), 0});
+    } else if constexpr (Tile::kByKeys) {
+      act(BwdValues<Tile, 2>{shared.values_box(slot % Tile::kStages, consumer_key / kKeys), lane(), warp_row()});
     } else {
-      act(BwdValues<Tile, 2>{values, lane()});
+      act(BwdValues<Tile, 2>{shared.values_box(slot % Tile::kStages, 0) + warp_row() * kBoxRowBytes, lane(), consumer_key});
     }
   }
   __device__ BwdValuesOrigin origin(const FwdMask& mask, const FwdWork& work, int slot) const {

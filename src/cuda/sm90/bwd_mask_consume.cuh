@@ -1,15 +1,15 @@
 // The consumers of the mask's gradient: each owns 64 queries of a tile and all its keys.
 //
 // For each visit: S = Q K^T and dP = dO V^T, P = exp2(S + mask - shift), and dS = P (dP - delta) is added up in registers. What
-// the mask adds is the same in all visits of a tile, as they differ along the axes in which the mask has size 1: each lane
-// keeps the values of its own scores in shared memory.
+// the mask adds is the same in all visits of a tile, as they differ along the axes in which the mask has size 1: its values stay in
+// shared memory, as TMA brings them, or, where it cannot, those of its own scores for each lane.
 #pragma once
 
 #include "../../ptx/wgmma.cuh"
 #include "bwd_mask_sum.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_terms.cuh"
-#include "fwd_delays.cuh"
+#include "fwd_load.cuh"
 
 namespace flashsdpa {
 
@@ -83,6 +83,8 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
   const auto piece = [&] { return first_row() / Tile::kPieceRows; };
   const auto piece_row = [&] { return row() % Tile::kPieceRows; };
 
+  const auto by_tma = [&] { return Tile::kValuesByTma && bwd.values.tma; };
+
   float sum[kScores], s[kScores], dp[kScores];
   BwdMaskHeard<Tile> visit{shared, {}};
 
@@ -124,14 +126,34 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
         take_slopes_off(s, value_of_head(bwd.terms.slopes, visit.batch(), visit.head()), query() + bwd.terms.diagonal - key());
       }
     }
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      float value[2];
-      ptx::load_shared_floats(shared.values(i / 2, own()), value[0], value[1]);
+    const auto add_values = [&](int i, const float (&value)[2]) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {  // in two steps: a choice of either makes the assembler keep both, and spill
         s[i + e] = fmaf(s[i + e], bwd.sign, value[e]);
         if (value[e] == kMinusInfinity) s[i + e] = kMinusInfinity;
+      }
+    };
+    if (by_tma()) {
+      // The four fragments of 16 rows and 16 columns; a lane names a line of 8 values.
+      const int line = own() / ptx::kWarpLanes * 16 + lane() % 16;
+      const uint32_t at = shared.values_stage(visit.values_stage()) + swizzled_offset<Tile::kBlockM>(line, lane() / 16);
+#pragma unroll
+      for (int i = 0; i < kScores; i += 8) {
+        uint32_t pairs[4];
+        ptx::ldmatrix_x4<false>((at ^ i / 8 % 4 * 32) + i / 32 * (Tile::kBlockM * kBoxRowBytes), pairs);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          float value[2];
+          ptx::unpack<kBFloat16>(pairs[t], value[0], value[1]);
+          add_values(i + 2 * t, value);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScores; i += 2) {
+        float value[2];
+        ptx::load_shared_floats(shared.values(i / 2, own()), value[0], value[1]);
+        add_values(i, value);
       }
     }
     if (visit.is(BwdMaskVisit::kEdge)) {
@@ -151,10 +173,10 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     issue_scores(s, std::integral_constant<int, Tile::kDim>(), shared.q(visit.q_stage()) + piece() * Tile::kQPieceBytes,
                  shared.k(visit.k_stage()));
     ptx::mbarrier_wait(shared.full_grad_out(visit.q_stage()), visit.q_phase());  // and the stats
-    ptx::mbarrier_wait(shared.full_v(visit.k_stage()), visit.k_phase());
+    ptx::mbarrier_wait(shared.full_v(visit.v_stage()), visit.v_phase());
     const auto issue_grad_weights = [&] {
       issue_scores(dp, std::integral_constant<int, Tile::kDimV>(),
-                   shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.k_stage()));
+                   shared.grad_out(visit.q_stage()) + piece() * Tile::kGradOutPieceBytes, shared.v(visit.v_stage()));
     };
     if constexpr (Tile::kTerms) {
       draw();
@@ -176,7 +198,7 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     const float delta[2] = {ptx::load_shared_float(stats.delta(piece_row())), ptx::load_shared_float(stats.delta(piece_row() + 8))};
     __syncwarp();  // all lanes have read the stats
     free_stage(BwdMaskVisit::kLeaveQ, shared.empty_grad_out(visit.q_stage()));
-    free_stage(BwdMaskVisit::kLeaveK, shared.empty_v(visit.k_stage()));
+    free_stage(BwdMaskVisit::kLeaveK, shared.empty_v(visit.v_stage()));
     if (visit.m() * Tile::kBlockM + first_row() >= bwd.seq_q) return;  // these rows have no stats
     if constexpr (Tile::kTerms) {
 #pragma unroll
@@ -194,12 +216,19 @@ __device__ inline void bwd_mask_consume(const BwdMaskArgs& args, const BwdMaskSh
     if (visit.is(BwdMaskVisit::kFirst)) {
 #pragma unroll
       for (float& value : sum) value = 0.f;
-      if (visit.is(BwdMaskVisit::kAny)) {
+      if (visit.is(BwdMaskVisit::kAny) && by_tma()) {
+        ptx::mbarrier_wait(shared.full_values(visit.values_stage()), visit.values_phase());
+      } else if (visit.is(BwdMaskVisit::kAny)) {
         bwd_mask_lay_values<Tile, kBFloat16>(args, shared, bwd_mask_first(args, visit.unit() % args.tiles), row(), column(), own());
       }
     }
     if (visit.is(BwdMaskVisit::kAny)) add_visit();
-    if (visit.is(BwdMaskVisit::kLast)) bwd_mask_store<Tile, kBFloat16>(args, shared, visit.unit(), sum, own());
+    if (visit.is(BwdMaskVisit::kLast)) {
+      const uint32_t staging = visit.is(BwdMaskVisit::kAny) && by_tma() ? shared.values_stage(visit.values_stage()) : 0;
+      bwd_mask_store<Tile, kBFloat16>(args, shared, visit.unit(), sum, own(), staging);
+      __syncwarp();
+      if (visit.is(BwdMaskVisit::kAny)) free_stage(BwdMaskVisit::kLast, shared.empty_values(visit.values_stage()));
+    }
     visit.leave(lane());
   }
 }

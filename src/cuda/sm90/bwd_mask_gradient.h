@@ -32,7 +32,8 @@ struct BwdMaskTile {
   static constexpr int kConsumers = 2, kBlockM = kConsumers * kConsumerRows, kBlockN = Base::kBlockN;
   static constexpr int kPieceRows = Base::kBlockM, kPieces = kBlockM / kPieceRows;
   static_assert(kBlockM % kPieceRows == 0 && kPieceRows % kConsumerRows == 0 && kBlockN % kGranule == 0);
-  static constexpr int kStages = kDim <= 64 ? 2 : 1;
+  // At 128 columns K alone has room for a second, and comes while the visit before is under way.
+  static constexpr int kStages = kDim <= 64 ? 2 : 1, kStagesK = kDim <= 128 ? 2 : 1;
   static constexpr int kVisits = 4;  // slots
 
   static constexpr int kThreads = (1 + kConsumers) * ptx::kWarpgroupThreads;
@@ -51,15 +52,20 @@ struct BwdMaskTile {
   // Shared memory, from a base aligned to 1024 bytes.
   static constexpr int kQOffset = 0;
   static constexpr int kKOffset = kQOffset + kStages * kQBytes;
-  static constexpr int kGradOutOffset = kKOffset + kStages * kKBytes;
+  static constexpr int kGradOutOffset = kKOffset + kStagesK * kKBytes;
   static constexpr int kVOffset = kGradOutOffset + kStages * kGradOutBytes;
+  // Values: those of 16 bits that TMA reaches in two stages, for two tiles; else each lane's own, as floats. With terms at 64 columns
+  // there are no registers for both.
+  static constexpr bool kValuesByTma = !kTerms || kDim > 64;
+  static constexpr int kValuesStages = 2, kValuesBytes = kBlockM * kBlockN * kElementBytes;
   static constexpr int kValuesOffset = kVOffset + kStages * kVBytes;
+  static_assert(kValuesOffset % 1024 == 0);
   static constexpr int kStatsOffset = kValuesOffset + kBlockM * kBlockN * int(sizeof(float));
   static constexpr int kSlotStream = 24, kSlotBytes = kTerms ? 48 : 16;  // with terms dropout's random bits from kSlotStream on
   static constexpr int kSlotOffset = kStatsOffset + kStages * kPieces * kStatsBytes;
   static constexpr int kUnitOffset = kSlotOffset + kVisits * kSlotBytes;
   static constexpr int kBarrierOffset = kUnitOffset + 8;
-  static constexpr int kBarriers = 8 * kStages + 2 * kVisits;
+  static constexpr int kBarriers = 6 * kStages + 2 * kStagesK + 2 * kVisits + 2 * kValuesStages;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8 + 1024;  // 1024: to align the base
   static_assert(kStatsBytes % 16 == 0 && kStatsOffset % 16 == 0 && kSharedBytes <= kMaxSharedBytes);
 };

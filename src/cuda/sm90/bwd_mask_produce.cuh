@@ -13,7 +13,9 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
   const BwdArgs& bwd = args.bwd;
   Ring<Tile::kVisits> visit_ring;
   DropoutStreamWriter streams;
-  Ring<Tile::kStages> q_ring, k_ring;
+  Ring<Tile::kStages> q_ring;
+  Ring<Tile::kStagesK> k_ring;
+  Ring<Tile::kValuesStages> values_ring;
   const int units = args.tiles * args.parts;
   const auto claim = [&] {
     int unit = 0;
@@ -57,10 +59,26 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
         at.n * Tile::kBlockN, at.head / bwd.group, at.batch, loader);
   };
   const auto load_v = [&](const BwdMaskPlace& at) {
-    const int stage = k_ring.stage();
+    const Ring<Tile::kStages> v_ring{k_ring.count};
+    const int stage = v_ring.stage();
     load_rows<Tile::kBlockN, Tile::kBoxesV, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
-        {shared.v(stage), shared.full_v(stage), shared.empty_v(stage), k_ring.phase() ^ 1}, bwd.v, &bwd.map_v,
+        {shared.v(stage), shared.full_v(stage), shared.empty_v(stage), v_ring.phase() ^ 1}, bwd.v, &bwd.map_v,
         at.n * Tile::kBlockN, at.head / bwd.group, at.batch, loader);
+  };
+  // Of a tile: while the visits of the one before are not done.
+  const auto load_values = [&](const BwdMaskPlace& tile) {
+    constexpr int kBoxBytes = int(kGranule) * kBoxRowBytes, kRows = Tile::kBlockM / int(kGranule);
+    const int stage = values_ring.stage();
+    ptx::mbarrier_wait(shared.empty_values(stage), values_ring.phase() ^ 1);
+    fwd_delay(FwdPoint::kLoad);
+    ptx::mbarrier_arrive_expect(shared.full_values(stage), Tile::kValuesBytes);
+#pragma unroll 1
+    for (int box = 0; box < Tile::kValuesBytes / kBoxBytes; ++box) {  // of the first 64 keys, then of the next
+      ptx::tma_load(shared.values_stage(stage) + box * kBoxBytes, &bwd.map_values,
+                    {tile.n * Tile::kBlockN + box / kRows * int(kGranule), tile.m * Tile::kBlockM + box % kRows * int(kGranule),
+                     tile.head * bwd.values.map_head, tile.batch * bwd.values.map_batch},
+                    shared.full_values(stage), ptx::cache_policy<ptx::Reuse::kNone>());
+    }
   };
 
   for (int unit = claim(); unit < units; unit = claim()) {
@@ -69,6 +87,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       tell({BwdMaskVisit::kFirst | BwdMaskVisit::kLast, 0, 0, unit, 0, 0});
       continue;
     }
+    if (Tile::kValuesByTma && bwd.values.tma && (kAlone || loader == 0)) load_values(bwd_mask_first(args, unit % args.tiles));
     uint32_t first = BwdMaskVisit::kFirst;
     bool other_q = true, other_k = true;  // than the visit before
     while (walk.left > 0) {
@@ -84,10 +103,11 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       if (bwd_mask_edge<Tile>(bwd, at)) flags |= BwdMaskVisit::kEdge;
       flags |= q_ring.stage() * BwdMaskVisit::kStageQ + q_ring.phase() * BwdMaskVisit::kPhaseQ;
       flags |= k_ring.stage() * BwdMaskVisit::kStageK + k_ring.phase() * BwdMaskVisit::kPhaseK;
+      flags |= values_ring.stage() * BwdMaskVisit::kStageValues + values_ring.phase() * BwdMaskVisit::kPhaseValues;
       tell({flags, at.m, at.n, unit, at.batch, at.head});
-      // In the order in which consumers wait.
-      if (other_q) load_queries(std::true_type(), at);
+      // In the order in which consumers wait, but that K does not wait for the memory of Q.
       if (other_k) load_k(at);
+      if (other_q) load_queries(std::true_type(), at);
       if (other_q) load_queries(std::false_type(), at);
       if (other_k) load_v(at);
       if (leave_q) q_ring.advance();
@@ -96,6 +116,7 @@ __device__ inline void bwd_mask_load(const BwdMaskArgs& args, const BwdMaskShare
       other_k = leave_k;
       first = 0;
     }
+    values_ring.advance();
   }
   tell({BwdMaskVisit::kEnd, 0, 0, 0, 0, 0});
 }

@@ -4,6 +4,7 @@
 #include "../../ptx/arithmetic.cuh"
 #include "../../ptx/global.cuh"
 #include "bwd_mask_visits.cuh"
+#include "bwd_store.cuh"
 #include "fwd_softmax.cuh"
 
 namespace flashsdpa {
@@ -17,6 +18,24 @@ struct BwdMaskSink {
   const int64_t plane;  // the first element of the tile's (batch, head)
   const int part;
 
+  // By one warp: its 16 rows of a tile, from (query, key) on, as stage_rows has laid them down from row `row` on, and whole
+  // 16-byte vectors at a time.
+  template <typename Tile>
+  __device__ void put_staged(uint32_t staged, int row, int query, int key, int lane) const {
+    struct alignas(16) Vector {
+      float words[4];
+    };
+    constexpr int kChunks = Tile::kBlockN / 8;
+    const FwdMask& mask = args.bwd.mask;
+#pragma unroll 4
+    for (int pass = 0; pass < 16 * kChunks / ptx::kWarpLanes; ++pass) {
+      const int i = pass * ptx::kWarpLanes + lane, r = i / kChunks, chunk = i % kChunks;
+      if (query + r >= mask.queries || key + 8 * chunk >= mask.keys) continue;
+      Vector v;
+      ptx::load_shared_floats(staged + swizzled_offset<Tile::kBlockM>(row + r, chunk), v.words[0], v.words[1], v.words[2], v.words[3]);
+      *reinterpret_cast<Vector*>(static_cast<uint16_t*>(args.grad) + plane + int64_t(query + r) * mask.keys + key + 8 * chunk) = v;
+    }
+  }
   __device__ void put(int query, int key, float x) const {
     const FwdMask& mask = args.bwd.mask;
     if (query >= mask.queries || key >= mask.keys) return;
@@ -53,10 +72,11 @@ __device__ inline float bwd_mask_sum_lanes(float x, int from, int to) {  // over
   return x;
 }
 
-// `sum`: a consumer's 64 queries x the tile's keys; `own`: the thread, of those of all consumers.
+// `sum`: a consumer's 64 queries x the tile's keys; `own`: the thread, of those of all consumers. `staging`: where values of 16 bits
+// were, to which TMA writes next; or 0.
 template <typename Tile, bool kBFloat16, int kCount>
 __device__ inline void bwd_mask_store(const BwdMaskArgs& args, const BwdMaskShared<Tile>& shared, int unit, const float (&sum)[kCount],
-                                      int own) {
+                                      int own, uint32_t staging) {
   constexpr int kThreads = Tile::kConsumers * ptx::kWarpgroupThreads, kWarps = kThreads / ptx::kWarpLanes;
   const FwdMask& mask = args.bwd.mask;
   const int part = unit / args.tiles, tile = unit % args.tiles;
@@ -72,7 +92,15 @@ __device__ inline void bwd_mask_store(const BwdMaskArgs& args, const BwdMaskShar
     }
     meet();
   }
-  if (mask.queries > 1 && mask.keys > 1) {
+  if (staging && args.parts == 1 && mask.keys % 8 == 0) {
+    const int thread = int(ptx::anew(uint32_t(own)));  // else places are kept from tile to tile, and spill
+    const int warp_row = thread / ptx::kWarpLanes * 16;
+    stage_rows<Tile::kBlockM, kBFloat16>(staging, sum, 1.f, thread / ptx::kWarpgroupThreads * kConsumerRows,
+                                         thread % ptx::kWarpgroupThreads);
+    __syncwarp();
+    sink.template put_staged<Tile>(staging, warp_row, at.m * Tile::kBlockM + warp_row, at.n * Tile::kBlockN, thread % ptx::kWarpLanes);
+    ptx::fence_proxy_shared();
+  } else if (mask.queries > 1 && mask.keys > 1) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       sink.put_pair(row + 8 * score_row(i), at.n * Tile::kBlockN + score_column(i) + 2 * (lane % 4), sum[i], sum[i + 1]);

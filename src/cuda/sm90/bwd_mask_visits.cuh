@@ -24,22 +24,27 @@ struct BwdMaskShared {
   __device__ uint32_t values(int pair, int thread) const {
     return base + Tile::kValuesOffset + (pair * (Tile::kConsumers * ptx::kWarpgroupThreads) + thread) * 8;
   }
+  __device__ uint32_t values_stage(int stage) const { return base + Tile::kValuesOffset + stage * Tile::kValuesBytes; }
   __device__ uint32_t visit(int slot) const { return base + Tile::kSlotOffset + slot * Tile::kSlotBytes; }
   __device__ uint32_t unit() const { return base + Tile::kUnitOffset; }
 
-  __device__ uint32_t full_q(int stage) const { return barrier(0, stage); }
-  __device__ uint32_t empty_q(int stage) const { return barrier(1, stage); }
-  __device__ uint32_t full_k(int stage) const { return barrier(2, stage); }
-  __device__ uint32_t empty_k(int stage) const { return barrier(3, stage); }
-  __device__ uint32_t full_grad_out(int stage) const { return barrier(4, stage); }  // dO and the stats
-  __device__ uint32_t empty_grad_out(int stage) const { return barrier(5, stage); }
-  __device__ uint32_t full_v(int stage) const { return barrier(6, stage); }
-  __device__ uint32_t empty_v(int stage) const { return barrier(7, stage); }
-  __device__ uint32_t full_visit(int slot) const { return barrier(8, slot); }
-  __device__ uint32_t empty_visit(int slot) const { return barrier(8, Tile::kVisits + slot); }
+  __device__ uint32_t full_q(int stage) const { return barrier(stage); }
+  __device__ uint32_t empty_q(int stage) const { return barrier(Tile::kStages + stage); }
+  __device__ uint32_t full_grad_out(int stage) const { return barrier(2 * Tile::kStages + stage); }  // dO and the stats
+  __device__ uint32_t empty_grad_out(int stage) const { return barrier(3 * Tile::kStages + stage); }
+  __device__ uint32_t full_v(int stage) const { return barrier(4 * Tile::kStages + stage); }
+  __device__ uint32_t empty_v(int stage) const { return barrier(5 * Tile::kStages + stage); }
+  __device__ uint32_t full_k(int stage) const { return barrier(kK + stage); }
+  __device__ uint32_t empty_k(int stage) const { return barrier(kK + Tile::kStagesK + stage); }
+  __device__ uint32_t full_visit(int slot) const { return barrier(kVisit + slot); }
+  __device__ uint32_t empty_visit(int slot) const { return barrier(kVisit + Tile::kVisits + slot); }
+  __device__ uint32_t full_values(int stage) const { return barrier(kValues + stage); }
+  __device__ uint32_t empty_values(int stage) const { return barrier(kValues + Tile::kValuesStages + stage); }
 
  private:
-  __device__ uint32_t barrier(int kind, int i) const { return base + Tile::kBarrierOffset + 8 * (kind * Tile::kStages + i); }
+  static constexpr int kK = 6 * Tile::kStages, kVisit = kK + 2 * Tile::kStagesK, kValues = kVisit + 2 * Tile::kVisits;
+  static_assert(kValues + 2 * Tile::kValuesStages == Tile::kBarriers);
+  __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };
 
 template <typename Tile>
@@ -47,17 +52,23 @@ __device__ inline void bwd_mask_init_barriers(const BwdMaskShared<Tile>& shared)
   constexpr int kConsumerWarps = Tile::kConsumers * kWarpsPerGroup;
   for (int s = 0; s < Tile::kStages; ++s) {
     ptx::mbarrier_init(shared.full_q(s), Tile::kPieces);
-    ptx::mbarrier_init(shared.full_k(s), 1);
     ptx::mbarrier_init(shared.full_grad_out(s), Tile::kPieces);
     ptx::mbarrier_init(shared.full_v(s), 1);
     ptx::mbarrier_init(shared.empty_q(s), kConsumerWarps);
-    ptx::mbarrier_init(shared.empty_k(s), kConsumerWarps);
     ptx::mbarrier_init(shared.empty_grad_out(s), kConsumerWarps);
     ptx::mbarrier_init(shared.empty_v(s), kConsumerWarps);
+  }
+  for (int s = 0; s < Tile::kStagesK; ++s) {
+    ptx::mbarrier_init(shared.full_k(s), 1);
+    ptx::mbarrier_init(shared.empty_k(s), kConsumerWarps);
   }
   for (int slot = 0; slot < Tile::kVisits; ++slot) {
     ptx::mbarrier_init(shared.full_visit(slot), 1);
     ptx::mbarrier_init(shared.empty_visit(slot), kConsumerWarps);
+  }
+  for (int stage = 0; stage < Tile::kValuesStages; ++stage) {
+    ptx::mbarrier_init(shared.full_values(stage), 1);
+    ptx::mbarrier_init(shared.empty_values(stage), kConsumerWarps);
   }
   ptx::mbarrier_init_fence();
 }
@@ -141,11 +152,13 @@ struct BwdMaskVisit {
     kEdge = 16,    // there are scores that band or length remove
     kLeaveQ = 32,  // the next visit has another Q and dO
     kLeaveK = 64,  // the next visit has another K and V
-    // Stage and phase of the barriers of Q and dO, and of K and V: counted by the producer alone.
+    // Stage and phase of the barriers of Q and dO, of K and V, and of values: counted by the producer alone.
     kStageQ = 128,
     kPhaseQ = 256,
     kStageK = 512,
     kPhaseK = 1024,
+    kStageValues = 2048,
+    kPhaseValues = 4096,
   };
   uint32_t flags;
   int m, n, unit;
@@ -192,6 +205,13 @@ struct BwdMaskHeard {
   __device__ uint32_t q_phase() const { return is(BwdMaskVisit::kPhaseQ); }
   __device__ int k_stage() const { return is(BwdMaskVisit::kStageK); }
   __device__ uint32_t k_phase() const { return is(BwdMaskVisit::kPhaseK); }
+  // V goes round with K; where it has one stage, its phase changes as K's stage does.
+  static constexpr bool kLikeK = Tile::kStages == Tile::kStagesK;
+  static_assert(kLikeK || (Tile::kStages == 1 && Tile::kStagesK == 2));
+  __device__ int v_stage() const { return kLikeK ? k_stage() : 0; }
+  __device__ uint32_t v_phase() const { return kLikeK ? k_phase() : uint32_t(k_stage()); }
+  __device__ int values_stage() const { return is(BwdMaskVisit::kStageValues); }
+  __device__ uint32_t values_phase() const { return is(BwdMaskVisit::kPhaseValues); }
   __device__ int m() const { return int(word(1)); }
   __device__ int n() const { return int(word(2)); }
   __device__ int unit() const { return int(word(3)); }

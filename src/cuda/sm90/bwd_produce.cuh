@@ -2,9 +2,8 @@
 #pragma once
 
 #include "../../ptx/grid.cuh"
-#include "bwd_blocks.cuh"
+#include "bwd_values_load.cuh"
 #include "dropout_bits.cuh"
-#include "fwd_load.cuh"
 
 namespace flashsdpa {
 
@@ -76,8 +75,13 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
           if (args.terms.seed) streams.lay(args.terms, work.batch, at.head, shared.stream(stage));
         }
       }
+      uint32_t more_bytes = Tile::kStatsBytes;
+      if constexpr (Tile::kMasked) more_bytes += bwd_values_bytes(args, work, at);
       load_rows<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
-          slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, Tile::kStatsBytes);
+          slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, more_bytes);
+      if constexpr (Tile::kMasked) {
+        if (kAlone || loader == 0) bwd_load_values(args, shared, stage, work, at);
+      }
       wait_for_pre();
       if (kAlone || loader == 0) {
         const float* stats = args.stats + bwd_block(args, work, at) * Tile::kStatsFloats;

@@ -23,8 +23,12 @@ struct BwdShared {
   __device__ uint32_t piece(int consumer) const { return base + Tile::kPieceOffset + consumer * Tile::kPieceBytes; }
   __device__ uint32_t stats(int stage) const { return base + Tile::kStatsOffset + stage * Tile::kStatsBytes; }
   __device__ uint32_t visit(int slot) const { return base + Tile::kVisitOffset + 8 * slot; }
+  // Values of a mask: a warp's own, or a box of 64 keys.
   __device__ uint32_t values(int consumer, int warp) const {
     return base + Tile::kValuesOffset + (consumer * kWarpsPerGroup + warp) * Tile::kValuesBytes;
+  }
+  __device__ uint32_t values_box(int stage, int box) const {
+    return base + Tile::kValuesOffset + (stage * Tile::kValuesBoxes + box) * Tile::kValuesBoxBytes;
   }
   __device__ uint32_t dk(int stage) const { return base + Tile::kDkOffset + stage * Tile::kKBytes; }
   __device__ uint32_t dv() const { return base + Tile::kDvOffset; }
@@ -106,6 +110,12 @@ __device__ inline FwdWork bwd_work(const BwdArgs& args, uint32_t tile) {
   work.row = int(args.turns ? place.block : args.order.blocks_m - 1 - place.block) * Tile::kBlockN;
   work.batch = int(place.head / args.heads_kv);
   work.head = int(place.head % args.heads_kv);
+  if (Tile::kMasked && args.mask.stride_batch == 0 && args.mask.stride_head != 0) {
+    // A head's values are those of all batches: these next to each other, so that memory is read once.
+    const uint32_t batches = args.order.heads / args.heads_kv;
+    work.batch = int(place.head % batches);
+    work.head = int(place.head / batches);
+  }
   const int end_key = min(work.row + Tile::kBlockN, args.seq_k);
   const int begin = clamp_to(work.row - args.band_hi, 0, args.seq_q);
   const int end = clamp_to(end_key - args.band_lo, 0, args.seq_q);

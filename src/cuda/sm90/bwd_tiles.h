@@ -90,7 +90,12 @@ struct BwdTile {
   static constexpr int kValuesBytes = !kMasked ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;
   // By keys: whether there are registers to add them while dV and dK of the block before are under way.
   static constexpr bool kValuesUnderSums = kMasked && !kTerms && kDim > 64;
+  // Beyond 64 columns those of 16 bits lie in boxes of 64 keys instead, in stages that are filled with those of Q where TMA can.
+  static constexpr bool kValuesWithQ = kMasked && kDim > 64;
+  static constexpr int kValuesBoxBytes = kBlockM * kBoxRowBytes, kValuesBoxes = kBlockN / kBoxColumns;
+  static_assert(!kValuesWithQ || kStages * kValuesBoxes * kValuesBoxBytes == kConsumers * kWarpsPerGroup * kValuesBytes);
   static constexpr int kValuesOffset = kPiecesEnd;
+  static_assert(!kMasked || kValuesOffset % 1024 == 0);
   static constexpr int kStatsOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
   static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
   static constexpr int kDkOffset = kByKeys && !kKeysAhead ? kScoreOffset + kVBytes : kKOffset;  // of the first stage of K

@@ -1,9 +1,9 @@
 // Values of an additive mask on their way to the scores of one warp, for one block of queries: by keys 16 keys of all queries,
 // by columns 32 keys of 16 queries.
 //
-// The warp asks for them before the product that makes the scores, and takes them up once it has waited for that and for all
-// that it had to do meanwhile. In shared memory a row is a query, as in the mask; by keys the scores are the other way round, and
-// ldmatrix turns 16-bit values over.
+// They come with Q by TMA (bwd_values_load.cuh); or the warp asks for them before the product that makes the scores, and takes them up
+// once it has waited for that and for all that it had to do meanwhile. In shared memory a row is a query, as in the mask; by keys the
+// scores are the other way round, and ldmatrix turns 16-bit values over.
 #pragma once
 
 #include "../../ptx/copy_async.cuh"
@@ -24,24 +24,31 @@ template <typename Tile, int kSize>
 struct BwdValues {
   static constexpr int kQueries = Tile::kByKeys ? Tile::kBlockM : 16, kKeys = Tile::kByKeys ? 16 : 32;
   static constexpr int kRowBytes = kKeys * kSize, kChunks = kRowBytes / 16;
-  // Queries come in parts of 1 KB; those that find no place wait until one has been read. By columns all are one part.
-  static constexpr int kPartRows = Tile::kByKeys ? kBwdValuesPart / kRowBytes : kQueries, kPartBytes = kPartRows * kRowBytes;
-  static constexpr int kParts = kQueries / kPartRows, kPlaces = Tile::kValuesBytes / kPartBytes;
-  static constexpr int kAtOnce = kParts < kPlaces ? kParts : kPlaces;
-  static_assert(kPlaces > 0 && kQueries % kPartRows == 0);
+  // Where those of 16 bits come with Q, they are some columns of a box of 64 keys; else the warp's alone.
+  static constexpr bool kInBox = kSize == 2 && Tile::kValuesWithQ;
+  static constexpr int kStep = kInBox ? kBoxRowBytes : kRowBytes;  // from query to query
+  // What there is no room for comes in parts of 1 KB, which wait until one has been read.
+  static constexpr int kRoom = Tile::kValuesBytes / (kInBox ? Tile::kStages : 1);
+  static constexpr bool kWhole = kQueries * kRowBytes <= kRoom;
+  static constexpr int kPartRows = kWhole ? kQueries : kBwdValuesPart / kRowBytes;
+  static constexpr int kParts = kQueries / kPartRows, kAtOnce = kWhole ? 1 : kRoom / kBwdValuesPart;
+  static_assert(kAtOnce > 0 && kQueries % kPartRows == 0);
 
-  uint32_t shared;  // this warp's, a multiple of 128
+  uint32_t shared;  // the warp's first query; a multiple of 128
   int lane;
+  int first_key;  // of the warp's, in a box
 
-  __device__ uint32_t place(int part) const { return shared + part % kAtOnce * kPartBytes; }
+  __device__ uint32_t place(int part) const { return shared + part % kAtOnce * (kPartRows * kStep); }
 
   // Lines of 128 bytes have their 16-byte chunks (float32: pairs of them) permuted, so that what a warp reads at a time lies in
   // different banks: 8 rows of a chunk each for ldmatrix; 4 bytes of 4 pairs of rows, or 8 bytes of 4 rows, of float32.
-  __device__ static uint32_t permute(uint32_t offset) {
+  __device__ uint32_t permute(uint32_t offset) const {
     const uint32_t line = offset / 128;
+    if constexpr (kInBox) return (offset + first_key * kSize) ^ line % 8 * 16;
     return kSize == 2 ? offset ^ line % kChunks * 16 : offset ^ line % 4 * 32;
   }
-  // `lane_at` was permuted and has the lane's share of the offset; the rest of it, which is known here, changes no line % 4.
+  // `lane_at` was permuted and has the lane's share of the offset; the rest of it, which is known here, changes no line % 4, in a box
+  // no line % 8.
   __device__ static uint32_t further(uint32_t lane_at, int offset) {
     return (lane_at ^ uint32_t(offset % 128)) + uint32_t(offset / 128 * 128);
   }
@@ -68,8 +75,9 @@ struct BwdValues {
         if (low == kMinusInfinity) x = kMinusInfinity;
         if (high == kMinusInfinity) y = kMinusInfinity;
       };
-      // Where a sum is NaN, which is hardly ever met, all is read again for what is to be removed. Between parts that spills.
-      constexpr bool kRemoveLater = kParts == kAtOnce;
+      // Where a sum is NaN, which is hardly ever met, all is read again for what is to be removed. Between parts that spills, and floats
+      // would be kept instead.
+      constexpr bool kRemoveLater = kWhole && kSize == 2;
       bool any_nan = false;
       for_each([&](float& x, float& y, float low, float high) {
         x = fmaf(x, sign, low);
@@ -99,25 +107,26 @@ struct BwdValues {
       const int chunk = lane % kChunks, key = origin.key + chunk * kElements;
       const int there = clamp_to(mask.keys - key, 0, kElements);
       const char* source = static_cast<const char*>(mask.values) + (there ? key * kSize : 0);
-      const uint32_t target = place(part) + permute(lane / kChunks * kRowBytes + chunk * 16);
+      const uint32_t target = place(part) + permute(lane / kChunks * kStep + chunk * 16);
 #pragma unroll
       for (int pass = 0; pass < kCount * kPartRows / kPassRows; ++pass) {
-        ptx::copy_async<16>(further(target, pass * kPassRows * kRowBytes), source + row_start(lane / kChunks + pass * kPassRows) * kSize,
+        ptx::copy_async<16>(further(target, pass * kPassRows * kStep), source + row_start(lane / kChunks + pass * kPassRows) * kSize,
                            there * kSize);
       }
     } else {
+      constexpr int kWords = kRowBytes / 4;
 #pragma unroll 2
-      for (int i = lane; i < kCount * kPartBytes / 4; i += ptx::kWarpLanes) {
-        const int row = i / (kRowBytes / 4), key = origin.key + i % (kRowBytes / 4) * 4 / kSize;
+      for (int i = lane; i < kCount * kPartRows * kWords; i += ptx::kWarpLanes) {
+        const int row = i / kWords, word = i % kWords, key = origin.key + word * 4 / kSize;
         const auto at = [&](int k) { return row_start(row) + min(k, mask.keys - 1) * mask.stride_key; };
-        uint32_t word;
+        uint32_t value;  // or two
         if constexpr (kSize == 4) {
-          word = __ldg(static_cast<const uint32_t*>(mask.values) + at(key));
+          value = __ldg(static_cast<const uint32_t*>(mask.values) + at(key));
         } else {
           const auto* values = static_cast<const uint16_t*>(mask.values);
-          word = __ldg(values + at(key)) | uint32_t(__ldg(values + at(key + 1))) << 16;
+          value = __ldg(values + at(key)) | uint32_t(__ldg(values + at(key + 1))) << 16;
         }
-        ptx::store_shared_4(place(part) + permute(4 * i), word);
+        ptx::store_shared_4(place(part) + permute(kInBox ? row * kStep + word * 4 : 4 * i), value);
       }
     }
   }
@@ -126,11 +135,11 @@ struct BwdValues {
   template <bool kBFloat16, int kCount, typename Scores, typename Act>
   __device__ void for_each_pair(uint32_t values, float (&s)[kCount], Scores, int first, const Act& act) const {
     // Rows of values are rows of scores, or columns.
-    constexpr int kRow = Tile::kByKeys ? kSize : kRowBytes, kColumn = Tile::kByKeys ? kRowBytes : kSize;
+    constexpr int kRow = Tile::kByKeys ? kSize : kStep, kColumn = Tile::kByKeys ? kStep : kSize;
     if constexpr (kSize == 2) {
       // The four fragments of 16 rows and 16 columns of scores; a lane names a line of 8 values.
       const int line = lane % 8, row = lane / 8 % 2 * 8, column = lane / 16 * 8;
-      const uint32_t at = values + permute(row * kRow + column * kColumn + line * kRowBytes);
+      const uint32_t at = values + permute(row * kRow + column * kColumn + line * kStep);
 #pragma unroll
       for (int i = 0; i < Scores::value; i += 8) {
         uint32_t pairs[4];

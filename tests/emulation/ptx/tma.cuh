@@ -28,6 +28,7 @@ inline void tma_load(uint32_t shared, const CUtensorMap* map, BoxOrigin at, uint
 inline void tma_load(uint32_t shared, const CUtensorMap* map, PackedBoxOrigin at, uint32_t barrier, uint64_t) {
   emulation::load_box(shared, map, {at.column, at.head_in_group, at.row, at.group, at.batch}, barrier);
 }
+inline void tma_prefetch(const CUtensorMap*, BoxOrigin) {}
 inline void tma_store(const CUtensorMap* map, uint32_t shared, BoxOrigin at) {
   emulation::store_box(map, shared, {at.column, at.row, at.head, at.batch}, emulation::StoreKind::kWrite);
 }
