@@ -40,7 +40,7 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
   const int lane_query = Tile::kFew ? lane_row / args.few.pack : lane_row;
   const int query_step = Tile::kFew ? (lane_row + 8) / args.few.pack - lane_query : 8;
   const Turn<Tile::kConsumers> turn{consumer};
-  BlockMask<Tile> block_mask(args, shared.values(consumer), thread);
+  BlockMask<Tile> block_mask(args, shared.mask(consumer), thread);
   TileTerms<Tile> terms;
   Ring<Tile::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;

@@ -22,9 +22,10 @@ struct FwdInstance {
 extern const FwdInstance kFwdD64, kFwdD64Short, kFwdD96, kFwdD128, kFwdD192V128, kFwdD192, kFwdD256;
 // For few queries: of 64 and of 128 rows.
 extern const FwdInstance kFwdFew64D64, kFwdFew64D128, kFwdFew64D256, kFwdFew128D64, kFwdFew128D128, kFwdFew128D256;
-// With a mask: for many queries, and for few.
+// With a mask: for many queries, and for few; with a bool mask alone.
 extern const FwdInstance kFwdMaskedD64, kFwdMaskedD128, kFwdMaskedD192V128, kFwdMaskedD256;
 extern const FwdInstance kFwdMaskedFewD64, kFwdMaskedFewD128, kFwdMaskedFewD256;
+extern const FwdInstance kFwdBitsD64, kFwdBitsD128, kFwdBitsD256;
 // With terms (score_terms.h), with a mask and without.
 extern const FwdInstance kFwdTermsD64, kFwdTermsD128, kFwdTermsD256;
 

@@ -14,10 +14,10 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, bool kMasked, bool kTerms>
-__global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers, kFew, kMasked, kTerms>::kThreads), 1)
+template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, FwdMasks kMasks, bool kTerms>
+__global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers, kFew, kMasks, kTerms>::kThreads), 1)
     flashsdpa_fwd_sm90(const __grid_constant__ FwdArgs args) {
-  using Tile = FwdTile<kDim, kDimV, kConsumers, kFew, kMasked, kTerms>;
+  using Tile = FwdTile<kDim, kDimV, kConsumers, kFew, kMasks, kTerms>;
   extern __shared__ uint8_t memory[];
   const FwdShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};
   // The same for all threads of a warp, and told so to the compiler.

@@ -203,7 +203,8 @@ struct BlockMaskPlace<Tile, true> {
 
 // What the mask has to say of a block is asked for while the products of the block before run: between the turns of a consumer
 // there is nothing that hides a wait, or so much as the instructions that find an address. It goes to shared memory because there
-// are no registers for it. A warp's memory holds two blocks, or one whose values are floats: such a block asks for its own.
+// are no registers for it. A warp's memory holds two blocks, or one whose values are floats: such a block asks for its own. Of
+// bool masks alone (not Tile::kValues) it holds bits.
 template <typename Tile>
 struct BlockMask<Tile, true> {
   const int warp, lane;
@@ -214,12 +215,13 @@ struct BlockMask<Tile, true> {
   const uint32_t memory;  // this warp's
   uint32_t offset = 0;    // there, of the block in turn
 
-  static constexpr int kMemory = FwdValues<Tile, 4>::kBytes;
-  static_assert(2 * FwdValues<Tile, 2>::kBytes <= kMemory && FwdBits<Tile>::kBytes <= FwdValues<Tile, 2>::kBytes);
+  static constexpr int kMemory = Tile::kMaskBytes * ptx::kWarpLanes / ptx::kWarpgroupThreads;
+  static constexpr int kPlace = Tile::kValues ? FwdValues<Tile, 2>::kBytes : FwdBits<Tile>::kBytes;  // of one of two blocks
+  static_assert(2 * kPlace <= kMemory && FwdBits<Tile>::kBytes <= kPlace && (!Tile::kValues || FwdValues<Tile, 4>::kBytes <= kMemory));
 
   __device__ BlockMask(const FwdArgs&, uint32_t consumer_memory, int thread)
       : warp(thread / ptx::kWarpLanes), lane(thread % ptx::kWarpLanes), memory(consumer_memory + warp * kMemory) {}
-  __device__ static bool floats(const FwdArgs& args) { return args.mask.values && args.mask.dtype == DType::kFloat32; }
+  __device__ static bool floats(const FwdArgs& args) { return Tile::kValues && args.mask.values && args.mask.dtype == DType::kFloat32; }
   // act(values there, of the type that the mask has)
   template <typename Act>
   __device__ static void with_values(const FwdArgs& args, uint32_t there, const Act& act) {
@@ -229,7 +231,7 @@ struct BlockMask<Tile, true> {
       act(FwdValues<Tile, 2>{there});
     }
   }
-  __device__ uint32_t other_offset() const { return offset ^ FwdValues<Tile, 2>::kBytes; }
+  __device__ uint32_t other_offset() const { return offset ^ kPlace; }
   __device__ uint32_t in_turn(const FwdArgs& args) const { return memory + (floats(args) ? 0 : offset); }
   // The word of the block after is in `slot`.
   __device__ void expect(uint32_t slot) { next = __shfl_sync(0xffffffffu, ptx::load_shared_4(slot), 0); }
@@ -251,7 +253,7 @@ struct BlockMask<Tile, true> {
   // A plan alone: of values only what they remove is known.
   __device__ static GranuleClass kind_of(const FwdArgs& args, const FwdBlock& block, int consumer) {
     const GranuleClass kind = block.of(consumer);
-    return kind == kMixed && !args.mask.values ? kBits : kind;
+    return kind == kMixed && !(Tile::kValues && args.mask.values) ? kBits : kind;
   }
   // Starts the copies for a block, to `there` in the warp's memory: one group, empty or not, for arrived() counts them.
   __device__ void ask(const FwdArgs& args, const FwdBlock& block, int consumer, uint32_t there) const {
@@ -262,9 +264,10 @@ struct BlockMask<Tile, true> {
       const int row = warp * kMaskRows + row_of_warp;
       return first + (Tile::kFew ? row / args.few.pack : row);
     };
-    if (asked == kBits || asked == kMixed) __syncwarp();  // all lanes have read what was there
+    const bool values = Tile::kValues && asked == kMixed;
+    if (asked == kBits || values) __syncwarp();  // all lanes have read what was there
     if (asked == kBits) FwdBits<Tile>{memory + there}.load(args.mask, place.plan(args), block.n, lane, query);
-    if (asked == kMixed) {
+    if (values) {
       with_values(args, memory + there, [&](auto values) { values.load(args.mask, place.plane(args), block.n, lane, query); });
     }
     ptx::copy_async_commit();
@@ -284,7 +287,7 @@ struct BlockMask<Tile, true> {
   template <bool kBFloat16, int kCount>
   __device__ void apply(const FwdArgs& args, float (&s)[kCount]) const {
     const float sign = args.sign;
-    if (kind == kMixed) {
+    if (Tile::kValues && kind == kMixed) {
       arrived(args);
       with_values(args, in_turn(args), [&](auto values) { values.template add<kBFloat16>(lane, s, sign); });
       return;
@@ -301,7 +304,7 @@ struct BlockMask<Tile, true> {
   // -inf removes a score also where it is NaN or infinite, which adding it does not: for blocks in which a row's sum is not finite.
   template <bool kBFloat16, int kCount>
   __device__ void remove(const FwdArgs& args, float (&s)[kCount]) const {
-    if (kind != kMixed) return;
+    if (!Tile::kValues || kind != kMixed) return;
     with_values(args, in_turn(args), [&](auto values) {
       values.template for_each<kBFloat16>(lane, s, [](float& score, float value) {
         if (value == kMinusInfinity) score = kMinusInfinity;

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdMaskedD192V128 = fwd_make_instance<192, 128, 2, /*kFew=*/false, /*kMasked=*/true>();
+extern const FwdInstance kFwdMaskedD192V128 = fwd_make_instance<192, 128, 2, /*kFew=*/false, FwdMasks::kValues>();
 
 }  // namespace flashsdpa

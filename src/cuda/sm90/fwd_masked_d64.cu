@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdMaskedD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, /*kMasked=*/true>();
+extern const FwdInstance kFwdMaskedD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, FwdMasks::kValues>();
 
 }  // namespace flashsdpa

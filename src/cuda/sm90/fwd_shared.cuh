@@ -32,7 +32,7 @@ struct FwdShared {
   __device__ uint32_t tile(int slot) const { return base + Tile::kTileOffset + kTileSlotBytes * slot; }
   __device__ uint32_t tile_block(int slot) const { return tile(slot) + Tile::kTileBlockOffset; }
   __device__ uint32_t block(int stage) const { return base + Tile::kBlockOffset + 4 * stage; }
-  __device__ uint32_t values(int consumer) const { return base + Tile::kValuesOffset + consumer * Tile::kValuesBytes; }
+  __device__ uint32_t mask(int consumer) const { return base + Tile::kMaskOffset + consumer * Tile::kMaskBytes; }
   __device__ uint32_t stream(int consumer) const { return base + Tile::kStreamOffset + consumer * Tile::kStreamBytes; }
   __device__ uint32_t barrier(int i) const { return base + Tile::kBarrierOffset + 8 * i; }
 };

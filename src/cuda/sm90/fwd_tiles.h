@@ -24,12 +24,12 @@ struct FwdChoice {
 
 // Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128
 // KB of K and V on their way, in blocks no larger than its softmax needs to keep up.
-// Masked tiles have key blocks of whole granules and leave room for values.
-constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, bool masked) {
+// Masked tiles have key blocks of whole granules, and those with values leave room for them.
+constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, FwdMasks masks) {
   if (consumers == 1) {
     return {.block_n = dim <= 64 ? 128 : 64, .stages = dim <= 128 ? 4 : 2, .own_out = true};
   }
-  if (masked && dim > 64) return {.block_n = dim <= 128 ? 128 : 64, .stages = 2, .own_out = false};
+  if (masks == FwdMasks::kValues && dim > 64) return {.block_n = dim <= 128 ? 128 : 64, .stages = 2, .own_out = false};
   if (dim <= 64) return {.block_n = consumers == 3 ? 112 : 128, .stages = 2, .own_out = true};
   if (dim <= 96) return {.block_n = 96, .stages = 2, .own_out = true};
   if (dim <= 128) return {.block_n = 128, .stages = 2, .own_out = true};
@@ -38,16 +38,17 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, bool masked) {
 }
 
 // kConsumerGroups: warpgroups that compute; a tile is 64 rows of each. kFewQueries: rows may be (query, head) pairs,
-// and keys may be split (FwdFew); else rows are queries. kWithMask: blocks of keys come from a mask plan (fwd_blocks.cuh).
+// and keys may be split (FwdFew); else rows are queries. With masks, blocks of keys come from a mask plan (fwd_blocks.cuh).
 // kWithTerms: scores may have a soft cap, slopes and sinks, and weights be dropped (fwd_terms.cuh); these kernels do without a
 // mask plan too, where there is no mask.
-template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, bool kWithMask, bool kWithTerms = false>
+template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, FwdMasks kMasks, bool kWithTerms = false>
 struct FwdTile {
-  static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups, kWithMask);
+  static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups, kMasks);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = kConsumerGroups;
-  static constexpr bool kFew = kFewQueries, kMasked = kWithMask, kTerms = kWithTerms;
-  static_assert(kMasked || !kTerms);
+  static constexpr bool kFew = kFewQueries, kTerms = kWithTerms;
+  static constexpr bool kMasked = kMasks != FwdMasks::kNone, kValues = kMasks == FwdMasks::kValues;
+  static_assert(kValues || !kTerms);
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
   static constexpr bool kOwnOut = kChoice.own_out;
@@ -79,9 +80,10 @@ struct FwdTile {
   static constexpr int kOwnOutOffset = kVOffset + kStages * kVBytes;
   static constexpr int kOutOffset = kOwnOut ? kOwnOutOffset : kQOffset;
   static constexpr int kOutStride = kOwnOut ? kOutBytes : kQBytes;
-  static constexpr int kValuesOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
-  static constexpr int kValuesBytes = kMasked ? kConsumerRows * kBlockN * 4 : 0;  // of one consumer, in float32
-  static constexpr int kBarrierOffset = kValuesOffset + kConsumers * kValuesBytes;
+  // What a mask says of blocks on their way, of one consumer: one of float32 values, or two of bits.
+  static constexpr int kMaskOffset = kOwnOutOffset + (kOwnOut ? kConsumers * kOutBytes : 0);
+  static constexpr int kMaskBytes = kValues ? kConsumerRows * kBlockN * 4 : kMasked ? 2 * kConsumerRows * kBlockN / 8 : 0;
+  static constexpr int kBarrierOffset = kMaskOffset + kConsumers * kMaskBytes;
   static constexpr int kBarriers = 2 * kConsumers + 4 * kStages + 2 * kTileSlots + (kMasked ? 2 * kWalkSlots : 0);
   static constexpr int kTileOffset = (kBarrierOffset + kBarriers * 8 + 15) / 16 * 16;
   static constexpr int kTileBlockOffset = 24;  // in a slot, after FwdWork: masked, the word of the tile's first block
