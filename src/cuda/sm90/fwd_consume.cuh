@@ -124,11 +124,11 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
   };
   // Which weights of the block to come stay: drawn before its products, by all consumers at once, while none of theirs are under way.
   // A product of two words takes three times as long beside the tensor cores, and holds these up too (NOTES_TERMS.md).
-  const auto draw = [&] {
+  const auto draw = [&](bool follows) {
     if constexpr (Tile::kTerms) {
-      if (args.terms.seed) ptx::barrier_sync(int(FwdBarrier::kDraw), Tile::kConsumers * ptx::kWarpgroupThreads);
       const int again = thread_again(), its_lane = again % ptx::kWarpLanes;
-      terms.draw(args, range.row + again / ptx::kWarpLanes * 16 + its_lane / 4, block_mask.to_come() * kBlockN + 2 * (its_lane % 4));
+      terms.draw(args, block_mask.to_come(), follows, range.row + again / ptx::kWarpLanes * 16 + its_lane / 4, 2 * (its_lane % 4),
+                 [] { ptx::barrier_sync(int(FwdBarrier::kDraw), Tile::kConsumers * ptx::kWarpgroupThreads); });
     }
   };
   const auto keep = [&](int i, uint32_t pair) { return terms.keep(i, pair); };
@@ -172,7 +172,7 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
     q_phase ^= 1;
     wait_for_key();
-    draw();
+    draw(false);
     if (!Tile::kTakeUnderProducts) take_block();
     issue_scores();
     if (Tile::kTakeUnderProducts) take_block();
@@ -190,7 +190,7 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
 #pragma unroll 1
     for (--n; block_mask.more(n, range.first); --n) {
       wait_for_key();
-      draw();
+      draw(n == block_mask.to_come());
       if (!Tile::kTakeUnderProducts) take_block();
       turn.wait();
       issue_scores();

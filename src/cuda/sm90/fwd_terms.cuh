@@ -30,7 +30,7 @@ struct TileTerms<Tile, true> {
   int batch, head;
   float shrunk[2];  // what a sink leaves of a row's output
   DropoutStream stream;
-  uint32_t kept[kWords];  // of the block in turn
+  uint32_t kept[kWords], ahead[kWords];  // of the block in turn, and of the one before an odd one
 
   // `memory`: this warp's, of kDropoutStreamBytes.
   __device__ void start(const FwdArgs& args, const FwdWork& work, uint32_t memory, int lane) {
@@ -38,13 +38,25 @@ struct TileTerms<Tile, true> {
     head = work.head;
     if (args.terms.seed) stream = DropoutStream(args.terms, batch, head, lane, memory);
   }
-  // Which weights of the block stay. The lane's first query and key.
-  __device__ void draw(const FwdArgs& args, int query, int key) {
-    if (args.terms.seed) {
-      stream.template draw<false, 4, kWords>(query, key, kept);
-    } else {
+  // Which weights of block n stay, where n is odd with those of the block before it, which mostly comes next: then `follows`. Only
+  // every second block is there a meet(). The lane's first query, and its first key counted from the block's.
+  template <typename Meet>
+  __device__ void draw(const FwdArgs& args, int n, bool follows, int query, int key, const Meet& meet) {
+    if (!args.terms.seed) {
 #pragma unroll
       for (uint32_t& word : kept) word = 0xffffffffu;
+    } else if (follows && n % 2 == 0) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) kept[w] = ahead[w];
+    } else {
+      meet();
+      uint32_t both[2 * kWords] = {};
+      stream.template draw<false, 4, kWords>(query, (n - 1) * Tile::kBlockN + key, both, n % 2 ? 0 : kWords);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        ahead[w] = both[w];
+        kept[w] = both[kWords + w];
+      }
     }
     ptx::wgmma_compute_here(kept, args.seq_q == 0);
   }
