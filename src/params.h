@@ -99,6 +99,8 @@ struct Problem {
 inline int64_t planned_batch(const Problem& p) { return p.batch_invariant ? std::min<int64_t>(p.batch, 1) : p.batch; }
 
 inline bool has_mask(const Problem& p) { return p.mask.data || p.plan.data; }
+// One that keeps or removes scores, as a plan alone does.
+inline bool has_bool_mask(const Problem& p) { return has_mask(p) && (p.mask.dtype == DType::kBool || !p.mask.data); }
 
 struct ForwardParams {
   Problem problem;

@@ -24,6 +24,7 @@ struct BwdInstance {
 
 extern const BwdInstance kBwdD64, kBwdD96, kBwdD128, kBwdD192V128, kBwdD192, kBwdD256;
 extern const BwdInstance kBwdMaskedD64, kBwdMaskedD128, kBwdMaskedD256;
+extern const BwdInstance kBwdBitsD64, kBwdBitsD128, kBwdBitsD256;  // with a bool mask alone
 extern const BwdInstance kBwdTermsD64, kBwdTermsD128, kBwdTermsD256;  // with terms, with a mask or without
 
 // flashsdpa_bwd_pre_sm90 and flashsdpa_bwd_post_sm90, over `blocks` blocks of queries. `terms`: a call has any (score_terms.h).

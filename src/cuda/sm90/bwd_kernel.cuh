@@ -17,10 +17,10 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV, bool kMasked, bool kTerms>
-__global__ void __launch_bounds__((BwdTile<kDim, kDimV, kMasked, kTerms>::kThreads), 1)
+template <DType kType, int kDim, int kDimV, Masks kMasks, bool kTerms>
+__global__ void __launch_bounds__((BwdTile<kDim, kDimV, kMasks, kTerms>::kThreads), 1)
     flashsdpa_bwd_sm90(const __grid_constant__ BwdArgs args) {
-  using Tile = BwdTile<kDim, kDimV, kMasked, kTerms>;
+  using Tile = BwdTile<kDim, kDimV, kMasks, kTerms>;
   constexpr bool kBFloat16 = kType == DType::kBFloat16;
   extern __shared__ uint8_t memory[];
   const BwdShared<Tile> shared{(ptx::shared_address(memory) + 1023) & ~1023u};

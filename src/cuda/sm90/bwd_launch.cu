@@ -20,6 +20,7 @@ constexpr int64_t kMegabyte = 1024 * 1024, kCacheForShort = 8 * kMegabyte, kCach
 const BwdInstance& pick_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
   if (takes_terms(p)) return larger <= 64 ? kBwdTermsD64 : larger <= 128 ? kBwdTermsD128 : kBwdTermsD256;
+  if (has_bool_mask(p)) return larger <= 64 ? kBwdBitsD64 : larger <= 128 ? kBwdBitsD128 : kBwdBitsD256;
   if (has_mask(p)) return larger <= 64 ? kBwdMaskedD64 : larger <= 128 ? kBwdMaskedD128 : kBwdMaskedD256;
   if (larger <= 64) return kBwdD64;
   if (larger <= 96) return kBwdD96;

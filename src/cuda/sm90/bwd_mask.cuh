@@ -38,7 +38,7 @@ struct BwdBlockMask<Tile, true> {
   __device__ int warp_row() const { return thread / ptx::kWarpLanes * 16; }  // of the consumer's 64
   __device__ GranuleClass kind(const BwdArgs& args, const BwdWord<true>& told) const {
     const GranuleClass its_kind = told.of(Tile::kByKeys ? consumer_key / kKeys : 0);
-    return its_kind == kMixed && !args.mask.values ? kBits : its_kind;  // a plan alone: only what is removed is known
+    return its_kind == kMixed && !(Tile::kValues && args.mask.values) ? kBits : its_kind;  // a plan alone: only what is removed is known
   }
 
   // What the mask has to say of a block, to arrive under the product. `slot`: of what the loader told of it.
@@ -47,28 +47,32 @@ struct BwdBlockMask<Tile, true> {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) bits[w] = 0;
     if (its_kind == kBits) load_bits(args, work, slot);
-    if (its_kind == kMixed && !(Tile::kValuesWithQ && args.values.tma)) {
-      __syncwarp();  // the values of the block before have been read
-      with_values(args.mask, slot, [&](const auto& values) { values.load(args.mask, origin(args.mask, work, slot)); });
+    if constexpr (Tile::kValues) {
+      if (its_kind == kMixed && !(Tile::kValuesWithQ && args.values.tma)) {
+        __syncwarp();  // the values of the block before have been read
+        with_values(args.mask, slot, [&](const auto& values) { values.load(args.mask, origin(args.mask, work, slot)); });
+      }
     }
   }
 
   // Whether add_values has anything to do.
   __device__ bool adds(const BwdArgs& args, const BwdWord<true>& told) const {
-    return args.sign != 1.f || kind(args, told) == kMixed;
+    return args.sign != 1.f || (Tile::kValues && kind(args, told) == kMixed);
   }
   // Scores scaled, where that comes before values, and the values added.
   template <bool kBFloat16, int kCount>
   __device__ void add_values(const BwdArgs& args, const FwdWork& work, int slot, float (&s)[kCount]) const {
-    const bool mixed = kind(args, bwd_visit(shared, slot)) == kMixed;
+    const bool mixed = Tile::kValues && kind(args, bwd_visit(shared, slot)) == kMixed;
     if (args.sign != 1.f && (Tile::kTerms || !mixed)) {  // else with the values, rounded once; with terms `pre` rounds twice
 #pragma unroll
       for (float& score : s) score *= args.sign;
     }
-    if (!mixed) return;
-    with_values(args.mask, slot, [&](const auto& values) {
-      values.template add<kBFloat16>(args.mask, [&] { return origin(args.mask, work, slot); }, Tile::kTerms ? 1.f : args.sign, s);
-    });
+    if constexpr (Tile::kValues) {
+      if (!mixed) return;
+      with_values(args.mask, slot, [&](const auto& values) {
+        values.template add<kBFloat16>(args.mask, [&] { return origin(args.mask, work, slot); }, Tile::kTerms ? 1.f : args.sign, s);
+      });
+    }
   }
 
   // Whether `remove` has anything to do.

@@ -26,7 +26,7 @@ struct BwdMaskArgs {
 // them a tile); the mask's values, in float32, take the shared memory that the backward kernel has for dS and dQ.
 template <int kDimClass, int kDimVClass, bool kWithTerms = false>
 struct BwdMaskTile {
-  using Base = BwdTile<kDimClass, kDimVClass, /*kMasked=*/true, kWithTerms>;
+  using Base = BwdTile<kDimClass, kDimVClass, Masks::kValues, kWithTerms>;
   static constexpr bool kTerms = kWithTerms;
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = 2, kBlockM = kConsumers * kConsumerRows, kBlockN = Base::kBlockN;

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const BwdInstance kBwdMaskedD128 = bwd_make_instance<128, 128, /*kMasked=*/true>();
+extern const BwdInstance kBwdMaskedD128 = bwd_make_instance<128, 128, Masks::kValues>();
 
 }  // namespace flashsdpa

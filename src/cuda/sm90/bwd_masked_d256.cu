@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const BwdInstance kBwdMaskedD256 = bwd_make_instance<256, 256, /*kMasked=*/true>();
+extern const BwdInstance kBwdMaskedD256 = bwd_make_instance<256, 256, Masks::kValues>();
 
 }  // namespace flashsdpa

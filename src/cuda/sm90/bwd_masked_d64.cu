@@ -4,7 +4,7 @@
 
 namespace flashsdpa {
 
-extern template const char* bwd_launch_instance<DType::kFloat16, 64, 64, true, false>(const BwdArgs&, uint32_t, int, cudaStream_t);
-extern const BwdInstance kBwdMaskedD64 = bwd_make_instance<64, 64, /*kMasked=*/true>();
+extern template const char* bwd_launch_instance<DType::kFloat16, 64, 64, Masks::kValues, false>(const BwdArgs&, uint32_t, int, cudaStream_t);
+extern const BwdInstance kBwdMaskedD64 = bwd_make_instance<64, 64, Masks::kValues>();
 
 }  // namespace flashsdpa

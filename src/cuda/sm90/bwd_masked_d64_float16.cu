@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-template const char* bwd_launch_instance<DType::kFloat16, 64, 64, true, false>(const BwdArgs&, uint32_t, int, cudaStream_t);
+template const char* bwd_launch_instance<DType::kFloat16, 64, 64, Masks::kValues, false>(const BwdArgs&, uint32_t, int, cudaStream_t);
 
 }  // namespace flashsdpa

@@ -76,10 +76,10 @@ __device__ inline void bwd_load(const BwdArgs& args, const BwdShared<Tile>& shar
         }
       }
       uint32_t more_bytes = Tile::kStatsBytes;
-      if constexpr (Tile::kMasked) more_bytes += bwd_values_bytes(args, work, at);
+      if constexpr (Tile::kValues) more_bytes += bwd_values_bytes(args, work, at);
       load_rows<Tile::kBlockM, Tile::kBoxes, ptx::Reuse::kSoon, kAlone, Tile::kLoaders, /*kWords=*/false>(
           slot, args.q, &args.map_q, at.m * Tile::kBlockM, at.head, work.batch, loader, more_bytes);
-      if constexpr (Tile::kMasked) {
+      if constexpr (Tile::kValues) {
         if (kAlone || loader == 0) bwd_load_values(args, shared, stage, work, at);
       }
       wait_for_pre();

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const BwdInstance kBwdTermsD128 = bwd_make_instance<128, 128, /*kMasked=*/true, /*kTerms=*/true>();
+extern const BwdInstance kBwdTermsD128 = bwd_make_instance<128, 128, Masks::kValues, /*kTerms=*/true>();
 
 }  // namespace flashsdpa

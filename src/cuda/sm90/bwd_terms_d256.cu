@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const BwdInstance kBwdTermsD256 = bwd_make_instance<256, 256, /*kMasked=*/true, /*kTerms=*/true>();
+extern const BwdInstance kBwdTermsD256 = bwd_make_instance<256, 256, Masks::kValues, /*kTerms=*/true>();
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const BwdInstance kBwdTermsD64 = bwd_make_instance<64, 64, /*kMasked=*/true, /*kTerms=*/true>();
+extern const BwdInstance kBwdTermsD64 = bwd_make_instance<64, 64, Masks::kValues, /*kTerms=*/true>();
 
 }  // namespace flashsdpa

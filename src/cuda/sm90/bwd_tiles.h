@@ -21,25 +21,26 @@ struct BwdChoice {
 };
 
 // Masked tiles are whole granules of 64 x 64; a key block of one granule fits two consumers of 32 keys.
-constexpr BwdChoice bwd_choice(int dim, int dim_v, bool masked) {
-  if (masked && dim > 128) return {.block_m = 64, .block_n = 64, .consumers = 2, .stages = 2, .stages_grad_out = 2};
+constexpr BwdChoice bwd_choice(int dim, int dim_v, Masks masks) {
+  if (masks != Masks::kNone && dim > 128) return {.block_m = 64, .block_n = 64, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 64) return {.block_m = 128, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 128) return {.block_m = 64, .block_n = 128, .consumers = 2, .stages = 2, .stages_grad_out = 2};
   if (dim <= 192) return {.block_m = 64, .block_n = 96, .consumers = 3, .stages = 2, .stages_grad_out = dim_v <= 128 ? 2 : 1};
   return {.block_m = 64, .block_n = 80, .consumers = 2, .stages = 2, .stages_grad_out = 1};
 }
 
-// kWithMask: blocks of queries come from a mask plan (bwd_blocks.cuh). kWithTerms: scores have a soft cap, slopes or dropout, and
+// With masks blocks of queries come from a mask plan (bwd_blocks.cuh). kWithTerms: scores have a soft cap, slopes or dropout, and
 // there may be no mask (bwd_terms.cuh).
-template <int kDimClass, int kDimVClass, bool kWithMask = false, bool kWithTerms = false>
+template <int kDimClass, int kDimVClass, Masks kMasks = Masks::kNone, bool kWithTerms = false>
 struct BwdTile {
-  static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kDimVClass, kWithMask);
+  static constexpr BwdChoice kChoice = bwd_choice(kDimClass, kDimVClass, kMasks);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kBlockM = kChoice.block_m, kBlockN = kChoice.block_n;
   static constexpr int kConsumers = kChoice.consumers;
   static constexpr int kStages = kChoice.stages, kStagesGradOut = kChoice.stages_grad_out;
-  static constexpr bool kByKeys = kDim <= 128, kMasked = kWithMask, kTerms = kWithTerms;
-  static_assert(kMasked || !kTerms);
+  static constexpr bool kByKeys = kDim <= 128, kTerms = kWithTerms;
+  static constexpr bool kMasked = kMasks != Masks::kNone, kValues = kMasks == Masks::kValues;
+  static_assert(kValues || !kTerms);
   static_assert(!kByKeys || kBlockN == kConsumers * kConsumerRows);
 
   // The last two warps of the producer warpgroup load. The others see to dQ: each adds one consumer's; or, where there is
@@ -66,17 +67,17 @@ struct BwdTile {
       kByKeys ? kBlockM / kBoxColumns * kKeyBoxBytes : (kBlockN + kBoxColumns - 1) / kBoxColumns * kQueryBoxBytes;
   // One consumer's share of dQ on its way to the adders; the second one's of class 96 is shorter.
   static constexpr int kPieceBytes = kBwdPieceFloats * int(sizeof(float));
-  // By keys Q and dO are freed before the other consumer's dS is there. With a mask at 64 columns that spilled.
-  static constexpr bool kFreeEarly = kByKeys && (kDim > 64 || !kMasked || kTerms);
+  // By keys Q and dO are freed before the other consumer's dS is there. With values at 64 columns that spilled.
+  static constexpr bool kFreeEarly = kByKeys && (kDim > 64 || !kValues || kTerms);
   // With a mask a piece is freed in two parts: the consumer lays down the first of the next while the second is read.
   static constexpr int kPieceParts = kFreeEarly && kMasked ? 2 : 1;
   static constexpr int kDqFloats = kBlockM * kDim;  // of one query block in the scratch memory
 
   // Shared memory, from a base aligned to 1024 bytes. By keys: K twice, so that the next tile's is there when a tile ends; two buffers
   // of dS, then dQ. When a tile is done dV takes the place of dS, and dK that of its own K, so that neither waits for the last
-  // dQ to be added. With a mask there is no room for that, and dV and dK take the place of dS and dQ. By columns: one buffer of P and
+  // dQ to be added. With values there is no room for that, and dV and dK take the place of dS and dQ. By columns: one buffer of P and
   // one of dS; dV and dK take the place of V and K.
-  static constexpr bool kKeysAhead = kByKeys && !kMasked;
+  static constexpr bool kKeysAhead = kByKeys && !kValues;
   static constexpr int kStagesK = kKeysAhead ? 2 : 1;
   static constexpr int kKOffset = 0;
   static constexpr int kVOffset = kKOffset + kStagesK * kKBytes;
@@ -87,15 +88,15 @@ struct BwdTile {
   static constexpr int kPiecesEnd = kPieceOffset + (kStaged ? kConsumers * kPieceBytes : 0);
   // Values of an additive mask, of one warp: by columns a block of them, also of float32; by keys the same at 128 columns, and three
   // quarters of a block of 16-bit values at 64, where there is no room for more.
-  static constexpr int kValuesBytes = !kMasked ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;
+  static constexpr int kValuesBytes = !kValues ? 0 : !kByKeys ? 2048 : kDim <= 64 ? 3 * kBwdValuesPart : 4 * kBwdValuesPart;
   // By keys: whether there are registers to add them while dV and dK of the block before are under way.
-  static constexpr bool kValuesUnderSums = kMasked && !kTerms && kDim > 64;
+  static constexpr bool kValuesUnderSums = kValues && !kTerms && kDim > 64;
   // Beyond 64 columns those of 16 bits lie in boxes of 64 keys instead, in stages that are filled with those of Q where TMA can.
-  static constexpr bool kValuesWithQ = kMasked && kDim > 64;
+  static constexpr bool kValuesWithQ = kValues && kDim > 64;
   static constexpr int kValuesBoxBytes = kBlockM * kBoxRowBytes, kValuesBoxes = kBlockN / kBoxColumns;
   static_assert(!kValuesWithQ || kStages * kValuesBoxes * kValuesBoxBytes == kConsumers * kWarpsPerGroup * kValuesBytes);
   static constexpr int kValuesOffset = kPiecesEnd;
-  static_assert(!kMasked || kValuesOffset % 1024 == 0);
+  static_assert(!kValues || kValuesOffset % 1024 == 0);
   static constexpr int kStatsOffset = kValuesOffset + kConsumers * kWarpsPerGroup * kValuesBytes;
   static constexpr int kDvOffset = kByKeys ? kScoreOffset : kVOffset;
   static constexpr int kDkOffset = kByKeys && !kKeysAhead ? kScoreOffset + kVBytes : kKOffset;  // of the first stage of K

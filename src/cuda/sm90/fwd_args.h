@@ -53,7 +53,7 @@ struct FwdFew {
 };
 
 // Which masks a kernel takes: none; bool ones, of which the plan's bits say all; additive ones too.
-enum class FwdMasks { kNone, kBits, kValues };
+enum class Masks { kNone, kBits, kValues };
 
 // What masked kernels (FwdTile::kMasked) are told besides: the mask plan (mask_plan.h), and an additive mask itself. The stride
 // of an axis of size 1 is 0.

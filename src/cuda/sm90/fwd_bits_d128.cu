@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdBitsD128 = fwd_make_instance<128, 128, 2, /*kFew=*/false, FwdMasks::kBits>();
+extern const FwdInstance kFwdBitsD128 = fwd_make_instance<128, 128, 2, /*kFew=*/false, Masks::kBits>();
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdBitsD256 = fwd_make_instance<256, 256, 2, /*kFew=*/false, FwdMasks::kBits>();
+extern const FwdInstance kFwdBitsD256 = fwd_make_instance<256, 256, 2, /*kFew=*/false, Masks::kBits>();
 
 }  // namespace flashsdpa

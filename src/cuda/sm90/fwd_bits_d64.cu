@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdBitsD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, FwdMasks::kBits>();
+extern const FwdInstance kFwdBitsD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, Masks::kBits>();
 
 }  // namespace flashsdpa

@@ -4,7 +4,7 @@
 
 namespace flashsdpa {
 
-extern template const char* fwd_launch_instance<DType::kFloat16, 256, 256, 2, true, FwdMasks::kNone>(
+extern template const char* fwd_launch_instance<DType::kFloat16, 256, 256, 2, true, Masks::kNone>(
     const FwdArgs&, uint32_t, int, cudaStream_t);
 extern const FwdInstance kFwdFew128D256 = fwd_make_instance<256, 256, 2, true>();
 

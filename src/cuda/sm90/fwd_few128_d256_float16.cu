@@ -3,7 +3,7 @@
 
 namespace flashsdpa {
 
-template const char* fwd_launch_instance<DType::kFloat16, 256, 256, 2, true, FwdMasks::kNone>(
+template const char* fwd_launch_instance<DType::kFloat16, 256, 256, 2, true, Masks::kNone>(
     const FwdArgs&, uint32_t, int, cudaStream_t);
 
 }  // namespace flashsdpa

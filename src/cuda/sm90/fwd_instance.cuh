@@ -7,7 +7,7 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, FwdMasks kMasks, bool kTerms = false>
+template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, Masks kMasks, bool kTerms = false>
 const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, int device, cudaStream_t stream) {
   using Tile = FwdTile<kDim, kDimV, kConsumers, kFew, kMasks, kTerms>;
   const auto kernel = flashsdpa_fwd_sm90<kType, kDim, kDimV, kConsumers, kFew, kMasks, kTerms>;
@@ -17,7 +17,7 @@ const char* fwd_launch_instance(const FwdArgs& args, uint32_t blocks, int device
   return error_text(cudaGetLastError());
 }
 
-template <int kDim, int kDimV, int kConsumers, bool kFew = false, FwdMasks kMasks = FwdMasks::kNone,
+template <int kDim, int kDimV, int kConsumers, bool kFew = false, Masks kMasks = Masks::kNone,
           bool kTerms = false>
 constexpr FwdInstance fwd_make_instance() {
   using Tile = FwdTile<kDim, kDimV, kConsumers, kFew, kMasks, kTerms>;

@@ -14,7 +14,7 @@
 
 namespace flashsdpa {
 
-template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, FwdMasks kMasks, bool kTerms>
+template <DType kType, int kDim, int kDimV, int kConsumers, bool kFew, Masks kMasks, bool kTerms>
 __global__ void __launch_bounds__((FwdTile<kDim, kDimV, kConsumers, kFew, kMasks, kTerms>::kThreads), 1)
     flashsdpa_fwd_sm90(const __grid_constant__ FwdArgs args) {
   using Tile = FwdTile<kDim, kDimV, kConsumers, kFew, kMasks, kTerms>;

@@ -4,8 +4,8 @@
 
 namespace flashsdpa {
 
-extern template const char* fwd_launch_instance<DType::kFloat16, 128, 128, 2, false, FwdMasks::kValues>(
+extern template const char* fwd_launch_instance<DType::kFloat16, 128, 128, 2, false, Masks::kValues>(
     const FwdArgs&, uint32_t, int, cudaStream_t);
-extern const FwdInstance kFwdMaskedD128 = fwd_make_instance<128, 128, 2, /*kFew=*/false, FwdMasks::kValues>();
+extern const FwdInstance kFwdMaskedD128 = fwd_make_instance<128, 128, 2, /*kFew=*/false, Masks::kValues>();
 
 }  // namespace flashsdpa

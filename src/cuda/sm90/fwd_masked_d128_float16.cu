@@ -3,7 +3,7 @@
 
 namespace flashsdpa {
 
-template const char* fwd_launch_instance<DType::kFloat16, 128, 128, 2, false, FwdMasks::kValues>(
+template const char* fwd_launch_instance<DType::kFloat16, 128, 128, 2, false, Masks::kValues>(
     const FwdArgs&, uint32_t, int, cudaStream_t);
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdMaskedD192V128 = fwd_make_instance<192, 128, 2, /*kFew=*/false, FwdMasks::kValues>();
+extern const FwdInstance kFwdMaskedD192V128 = fwd_make_instance<192, 128, 2, /*kFew=*/false, Masks::kValues>();
 
 }  // namespace flashsdpa

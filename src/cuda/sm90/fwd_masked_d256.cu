@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdMaskedD256 = fwd_make_instance<256, 256, 2, /*kFew=*/false, FwdMasks::kValues>();
+extern const FwdInstance kFwdMaskedD256 = fwd_make_instance<256, 256, 2, /*kFew=*/false, Masks::kValues>();
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdMaskedD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, FwdMasks::kValues>();
+extern const FwdInstance kFwdMaskedD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, Masks::kValues>();
 
 }  // namespace flashsdpa

@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdMaskedFewD128 = fwd_make_instance<128, 128, 1, /*kFew=*/true, FwdMasks::kValues>();
+extern const FwdInstance kFwdMaskedFewD128 = fwd_make_instance<128, 128, 1, /*kFew=*/true, Masks::kValues>();
 
 }  // namespace flashsdpa

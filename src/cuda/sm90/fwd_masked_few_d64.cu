@@ -4,8 +4,8 @@
 
 namespace flashsdpa {
 
-extern template const char* fwd_launch_instance<DType::kFloat16, 64, 64, 1, true, FwdMasks::kValues>(
+extern template const char* fwd_launch_instance<DType::kFloat16, 64, 64, 1, true, Masks::kValues>(
     const FwdArgs&, uint32_t, int, cudaStream_t);
-extern const FwdInstance kFwdMaskedFewD64 = fwd_make_instance<64, 64, 1, /*kFew=*/true, FwdMasks::kValues>();
+extern const FwdInstance kFwdMaskedFewD64 = fwd_make_instance<64, 64, 1, /*kFew=*/true, Masks::kValues>();
 
 }  // namespace flashsdpa

@@ -3,7 +3,7 @@
 
 namespace flashsdpa {
 
-template const char* fwd_launch_instance<DType::kFloat16, 64, 64, 1, true, FwdMasks::kValues>(
+template const char* fwd_launch_instance<DType::kFloat16, 64, 64, 1, true, Masks::kValues>(
     const FwdArgs&, uint32_t, int, cudaStream_t);
 
 }  // namespace flashsdpa

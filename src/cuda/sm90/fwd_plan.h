@@ -39,7 +39,7 @@ inline const FwdInstance& fwd_whole_instance(const Problem& p) {
   const int64_t larger = std::max(p.dim, p.dim_v);
   if (has_score_terms(p)) return larger <= 64 ? kFwdTermsD64 : larger <= 128 ? kFwdTermsD128 : kFwdTermsD256;
   if (has_mask(p)) {
-    const bool bits = p.mask.dtype == DType::kBool || !p.mask.data;
+    const bool bits = has_bool_mask(p);
     if (larger <= 64) return bits ? kFwdBitsD64 : kFwdMaskedD64;
     if (larger <= 128) return bits ? kFwdBitsD128 : kFwdMaskedD128;
     if (bits && p.dim_v > 128) return kFwdBitsD256;

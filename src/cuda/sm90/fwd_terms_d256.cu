@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdTermsD256 = fwd_make_instance<256, 256, 2, /*kFew=*/false, FwdMasks::kValues, /*kTerms=*/true>();
+extern const FwdInstance kFwdTermsD256 = fwd_make_instance<256, 256, 2, /*kFew=*/false, Masks::kValues, /*kTerms=*/true>();
 
 }  // namespace flashsdpa

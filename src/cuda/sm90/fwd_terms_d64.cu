@@ -3,6 +3,6 @@
 
 namespace flashsdpa {
 
-extern const FwdInstance kFwdTermsD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, FwdMasks::kValues, /*kTerms=*/true>();
+extern const FwdInstance kFwdTermsD64 = fwd_make_instance<64, 64, 2, /*kFew=*/false, Masks::kValues, /*kTerms=*/true>();
 
 }  // namespace flashsdpa

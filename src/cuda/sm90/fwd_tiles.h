@@ -25,11 +25,11 @@ struct FwdChoice {
 // Measured (NOTES.md). Three consumers have 160 registers each, two have 232. One consumer waits for memory: about 128
 // KB of K and V on their way, in blocks no larger than its softmax needs to keep up.
 // Masked tiles have key blocks of whole granules, and those with values leave room for them.
-constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, FwdMasks masks) {
+constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, Masks masks) {
   if (consumers == 1) {
     return {.block_n = dim <= 64 ? 128 : 64, .stages = dim <= 128 ? 4 : 2, .own_out = true};
   }
-  if (masks == FwdMasks::kValues && dim > 64) return {.block_n = dim <= 128 ? 128 : 64, .stages = 2, .own_out = false};
+  if (masks == Masks::kValues && dim > 64) return {.block_n = dim <= 128 ? 128 : 64, .stages = 2, .own_out = false};
   if (dim <= 64) return {.block_n = consumers == 3 ? 112 : 128, .stages = 2, .own_out = true};
   if (dim <= 96) return {.block_n = 96, .stages = 2, .own_out = true};
   if (dim <= 128) return {.block_n = 128, .stages = 2, .own_out = true};
@@ -41,13 +41,13 @@ constexpr FwdChoice fwd_choice(int dim, int dim_v, int consumers, FwdMasks masks
 // and keys may be split (FwdFew); else rows are queries. With masks, blocks of keys come from a mask plan (fwd_blocks.cuh).
 // kWithTerms: scores may have a soft cap, slopes and sinks, and weights be dropped (fwd_terms.cuh); these kernels do without a
 // mask plan too, where there is no mask.
-template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, FwdMasks kMasks, bool kWithTerms = false>
+template <int kDimClass, int kDimVClass, int kConsumerGroups, bool kFewQueries, Masks kMasks, bool kWithTerms = false>
 struct FwdTile {
   static constexpr FwdChoice kChoice = fwd_choice(kDimClass, kDimVClass, kConsumerGroups, kMasks);
   static constexpr int kDim = kDimClass, kDimV = kDimVClass;
   static constexpr int kConsumers = kConsumerGroups;
   static constexpr bool kFew = kFewQueries, kTerms = kWithTerms;
-  static constexpr bool kMasked = kMasks != FwdMasks::kNone, kValues = kMasks == FwdMasks::kValues;
+  static constexpr bool kMasked = kMasks != Masks::kNone, kValues = kMasks == Masks::kValues;
   static_assert(kValues || !kTerms);
   static constexpr int kBlockM = kConsumers * kConsumerRows, kBlockN = kChoice.block_n;
   static constexpr int kStages = kChoice.stages;
