@@ -124,10 +124,10 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
   };
   // Which weights of the block to come stay: drawn before its products, by all consumers at once, while none of theirs are under way.
   // A product of two words takes three times as long beside the tensor cores, and holds these up too (NOTES_TERMS.md).
-  const auto draw = [&](bool follows) {
+  const auto draw = [&](bool first) {
     if constexpr (Tile::kTerms) {
-      const int again = thread_again(), its_lane = again % ptx::kWarpLanes;
-      terms.draw(args, block_mask.to_come(), follows, range.row + again / ptx::kWarpLanes * 16 + its_lane / 4, 2 * (its_lane % 4),
+      const int again = thread_again(), its_lane = again % ptx::kWarpLanes, next = block_mask.to_come();
+      terms.draw(args, next, !first && next == n, range.row + again / ptx::kWarpLanes * 16 + its_lane / 4, 2 * (its_lane % 4),
                  [] { ptx::barrier_sync(int(FwdBarrier::kDraw), Tile::kConsumers * ptx::kWarpgroupThreads); });
     }
   };
@@ -172,7 +172,7 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
     ptx::mbarrier_wait(shared.full_q(consumer), q_phase);
     q_phase ^= 1;
     wait_for_key();
-    draw(false);
+    draw(/*first=*/true);
     if (!Tile::kTakeUnderProducts) take_block();
     issue_scores();
     if (Tile::kTakeUnderProducts) take_block();
@@ -190,7 +190,7 @@ __device__ __forceinline__ void fwd_consume(const FwdArgs& args, const FwdShared
 #pragma unroll 1
     for (--n; block_mask.more(n, range.first); --n) {
       wait_for_key();
-      draw(n == block_mask.to_come());
+      draw(/*first=*/false);
       if (!Tile::kTakeUnderProducts) take_block();
       turn.wait();
       issue_scores();
