@@ -55,18 +55,19 @@ class DropoutStream {
 
   // `row`, `column`: the lane's first of each, in a block that begins with multiples of 16. kGroups: of 16 columns, 8
   // accumulators each, in a word of bits; 4, or 2 in a block that has no more. kTogether: words whose calls of Philox go side
-  // by side: the more, the less one waits for another. Words before `first_word` are not drawn.
+  // by side: the more, the less one waits for another. Of fewer `words` than there are, the last of `bits`
+  // are those drawn.
   //
   // What a call decides belongs to two lanes, those of rows r and r ^ 1. The lane of the even row makes the calls of even
   // groups, the other one those of odd groups; then each gives the other its half.
   template <bool kRowsAreKeys, int kGroups = 4, int kTogether = 1, int kWords>
-  __device__ void draw(int row, int column, uint32_t (&bits)[kWords], int first_word = 0) const {
+  __device__ void draw(int row, int column, uint32_t (&bits)[kWords], int words = kWords) const {
     constexpr int kCalls = kGroups / 2;
     static_assert(kGroups % 2 == 0 && kCalls <= 2 && kWords % kTogether == 0);
     const bool odd = row & 1;
     const uint32_t row_block = dropout_block(uint32_t(row)), column_block = dropout_block(uint32_t(column)) + 4 * odd;
 #pragma unroll 1  // else the compiler makes more together, and spills
-    for (int word = first_word; word < kWords; word += kTogether) {
+    for (int word = 0; word < words; word += kTogether) {
       uint32_t column_blocks[kTogether * kCalls], drawn[kTogether * kCalls][4];
 #pragma unroll
       for (int c = 0; c < kTogether * kCalls; ++c) column_blocks[c] = column_block + 4 * (word * kGroups + 2 * c);

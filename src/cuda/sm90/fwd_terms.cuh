@@ -51,7 +51,7 @@ struct TileTerms<Tile, true> {
     } else {
       meet();
       uint32_t both[2 * kWords] = {};
-      stream.template draw<false, 4, kWords>(query, (n - 1) * Tile::kBlockN + key, both, n % 2 ? 0 : kWords);
+      stream.template draw<false, 4, kWords>(query, n / 2 * 2 * Tile::kBlockN + key, both, n % 2 ? 2 * kWords : kWords);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         ahead[w] = both[w];
