@@ -141,13 +141,14 @@ def merge_partials(out1, lse1, out2, lse2):
     if out1.shape != out2.shape or not out1.shape[:-1] == lse1.shape == lse2.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (out1, lse1, out2, lse2))
         raise RuntimeError(f"out1, lse1, out2, lse2 are {shapes}; give outs of one shape, and lses of it without the last axis")
-    top = torch.maximum(lse1, lse2)
-    base = torch.where(top == -torch.inf, 0.0, top)  # both empty: weights 0, not nan
+    top = torch.maximum(lse1, lse2).detach()  # cancels out
+    empty = top == -torch.inf  # both
+    base = torch.where(empty, 0.0, top)
     weight1, weight2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
-    total = weight1 + weight2
-    share1, share2 = (torch.where(total > 0, w / total, 0.0).unsqueeze(-1) for w in (weight1, weight2))
+    total = torch.where(empty, 1.0, weight1 + weight2)  # no 0 / 0: where() hides a nan, not that of its gradient
+    share1, share2 = ((w / total).unsqueeze(-1) for w in (weight1, weight2))
     out = out1.to(lse1.dtype) * share1 + out2.to(lse1.dtype) * share2
-    return out.to(out1.dtype), base + torch.log(total)
+    return out.to(out1.dtype), torch.where(empty, -torch.inf, base + torch.log(total))
 
 
 def _check_ranks(query, key, value):
