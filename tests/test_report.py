@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,6 +155,16 @@ def test_a_subclass_is_the_reason_and_not_the_selection():
     assert explain(*(t[0] for t in named)).chosen != "stock"
     with sdpa_backend("flashsdpa", strict=True):
         torch.vmap(F.scaled_dot_product_attention)(*named)
+
+
+@pytest.mark.parametrize("scale", (np.float32(0.5), torch.tensor(0.5), np.int64(2)), ids=("numpy float", "tensor", "numpy int"))
+def test_numbers_of_other_libraries_are_numbers(scale):
+    """As for SDPA; explain() takes what it takes."""
+    q = torch.randn(1, 2, 9, 8)
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        want = torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=scale)
+    assert torch.equal(torch_flashsdpa.attention(q, q, q, scale=scale), want)
+    assert torch_flashsdpa.explain(q, q, q, scale=scale, dropout_p=np.float32(0.0), backend="flashsdpa").chosen != "stock"
 
 
 def test_plan_counts_granules():
@@ -415,6 +426,13 @@ def test_doctor_notes_a_restricted_torch():
 
     with sdpa_kernel(SDPBackend.MATH):
         assert any("limited to math" in note for note in torch_flashsdpa.doctor()["notes"])
+
+
+def test_doctor_notes_an_instruction_set_that_is_none(monkeypatch):
+    monkeypatch.setenv("TORCH_FLASHSDPA_CPU_ISA", "avx1024")
+    diagnosis = torch_flashsdpa.doctor()
+    assert any("CPU_ISA=avx1024 is not known and is ignored; use portable, avx2" in note for note in diagnosis["notes"])
+    assert "capped" not in str(diagnosis)
 
 
 @pytest.mark.parametrize("first", ("record_dispatch().__enter__()", "log('launches')", "explain(q, q, q)", "routed_calls()"))

@@ -69,8 +69,9 @@ def attention(
     check_tensors(optional=True, attn_mask=attn_mask, mask_plan=mask_plan, alibi_slopes=alibi_slopes, sinks=sinks)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, bottom_right=bottom_right, return_lse=return_lse,
                 deterministic=deterministic, batch_invariant=batch_invariant)
-    check_numbers(dropout_p=dropout_p, softcap=softcap)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
+    check_numbers(dropout_p=dropout_p, softcap=softcap, scale=1.0 if scale is None else scale)
+    pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not pair or any(side is None or isinstance(side, (float, str)) for side in window):
         raise TypeError(f"window is {window!r}; give (left, right), two numbers of keys, -1 for no limit")
     lead = _check_ranks(query, key, value)
     if key.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
