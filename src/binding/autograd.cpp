@@ -215,10 +215,11 @@ ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
     set_tangent(lse, std::get<1>(t));
   }
   if (grad) {
-    // An inference tensor cannot be saved. Stock saves a bool mask as numbers, and so takes one made in inference mode.
-    const bool copied = mask.defined() && mask.scalar_type() == at::kBool && mask.is_inference();
-    const OptTensor kept_mask = copied ? OptTensor(mask.clone()) : attn_mask;
-    node->save({query, key, value, with_tensors(options, kept_mask, plan, rng_state, alibi_slopes, sinks)}, out, lse,
+    // An inference tensor cannot be saved. What has no gradient is copied: stock saves a bool mask as numbers, and so takes one.
+    const auto savable = [](const OptTensor& t) { return given(t) && t->is_inference() ? OptTensor(t->clone()) : t; };
+    const OptTensor kept_mask = mask.defined() && mask.scalar_type() == at::kBool ? savable(attn_mask) : attn_mask,
+                    kept_plan = savable(plan), kept_slopes = savable(alibi_slopes);
+    node->save({query, key, value, with_tensors(options, kept_mask, kept_plan, rng_state, kept_slopes, sinks)}, out, lse,
                /*out_is_mine=*/true);
   }
   return result;
