@@ -134,9 +134,12 @@ def test_what_no_grad_made_may_be_edited_outside(shape):
         with torch.no_grad():
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         recorded = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    want = out.sum()
-    out.mul_(factor)
-    out.sum().backward()
+    with torch.no_grad():
+        own, lse = torch_flashsdpa.attention(q, q, q, return_lse=True)
+    want = out.sum() + own.sum() + lse.sum()
+    for t in (out, own, lse):
+        t.mul_(factor)
+    (out.sum() + own.sum() + lse.sum()).backward()
     assert torch.allclose(factor.grad, want)
     recorded.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

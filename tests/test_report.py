@@ -129,6 +129,8 @@ def test_explain_sees_what_autocast_makes_of_the_inputs():
         with record_dispatch() as recorder:
             F.scaled_dot_product_attention(q, k, v.bfloat16(), mask)
         assert "autocast" not in explain(*(t.double() for t in (q, k, v))).call
+        nested = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)])
+        assert "nested" in explain(nested, nested, nested).reasons[0]
     decision = next(row for row in recorder.rows if row["kind"] == "decision")
     assert (explanation.chosen, explanation.reasons) == (decision["kernel"], decision["reasons"])
     assert "bfloat16 cpu, mask bfloat16" in explanation.call and "cast by autocast" in explanation.call

@@ -107,8 +107,10 @@ def attention(
         batch_invariant=batch_invariant,
     )
     if query.dim() != 4:
-        out = out.reshape(*query.shape[:-1], value.shape[-1])
-        lse = lse.reshape(query.shape[:-1])
+        # Views only where a backward must notice that they are edited: those made under no_grad() may not be, outside of it.
+        reshape = torch.reshape if out.requires_grad or in_transform() else torch.ops.aten._unsafe_view
+        out = reshape(out, (*query.shape[:-1], value.shape[-1]))
+        lse = reshape(lse, query.shape[:-1])
     return (out, lse) if return_lse else out
 
 

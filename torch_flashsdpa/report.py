@@ -225,7 +225,7 @@ def _cast_by_autocast(tensors):
     dtype, mode = torch.get_autocast_dtype(device), FakeTensorMode()
 
     def cast(t):
-        stays = t is None or not t.is_floating_point() or t.dtype in (torch.float64, dtype)
+        stays = t is None or t.is_nested or not t.is_floating_point() or t.dtype in (torch.float64, dtype)
         if stays or t.device.type != device or _dynamo_compat.innermost(t) is not t:
             return t
         return (t if isinstance(t, FakeTensor) else mode.from_tensor(t)).to(dtype)
