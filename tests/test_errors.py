@@ -148,10 +148,14 @@ def test_attention_only(arguments, match):
     (dict(mask_plan=[PLAN]), "mask_plan is a list; give a tensor or None"),
     (dict(window=5), r"window is 5; give \(left, right\)"),
     (dict(window=(1, 2, 3)), r"window is \(1, 2, 3\); give \(left, right\)"),
+    (dict(window=(3.0, 0)), r"window is \(3.0, 0\); give \(left, right\)"),
+    (dict(window=(None, 0)), r"window is \(None, 0\); give \(left, right\)"),
     (dict(is_causal="no"), "is_causal is str 'no'; give True or False"),
     (dict(enable_gqa=t(2)), "enable_gqa is Tensor .*; give True or False"),
     (dict(deterministic=0), "deterministic is int 0; give True or False"),
     (dict(dropout_p="half"), "dropout_p is str 'half'; give a number"),
+    (dict(scale="big"), "scale is str 'big'; give a number"),
+    (dict(scale=t(2)), "scale is Tensor .*; give a number"),
 ], ids=lambda a: next(iter(a)) if isinstance(a, dict) else "")
 def test_attention_wrong_type(arguments, match):
     with pytest.raises(TypeError, match=match):

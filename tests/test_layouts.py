@@ -122,6 +122,30 @@ def test_ranks(shape):
     assert lse.shape == shape[:-1]
 
 
+@pytest.mark.parametrize("shape", ((7, 16), (3, 7, 16), (2, 2, 3, 7, 16)), ids=str)
+def test_what_no_grad_made_may_be_edited_outside(shape):
+    """Of a view made under no_grad() torch forbids that; stock's results of any rank are none. With gradients it is one, so
+    that an edit of what the backward reads is noticed."""
+    import torch_flashsdpa
+
+    q = torch.randn(shape, requires_grad=True)
+    factor = torch.full((), 2.0, requires_grad=True)
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        with torch.no_grad():
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        recorded = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    with torch.no_grad():
+        own, lse = torch_flashsdpa.attention(q, q, q, return_lse=True)
+    want = out.sum() + own.sum() + lse.sum()
+    for t in (out, own, lse):
+        t.mul_(factor)
+    (out.sum() + own.sum() + lse.sum()).backward()
+    assert torch.allclose(factor.grad, want)
+    recorded.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        recorded.sum().backward()
+
+
 def inputs_like(tensors):
     from oracle import Inputs
 

@@ -147,6 +147,23 @@ def test_a_mask_changed_in_inference_mode_is_seen(additive):
             sees(q, k, v, mask)
 
 
+@pytest.mark.parametrize("seq", (30, 150), ids=("unplanned", "planned"))
+def test_a_bool_mask_made_in_inference_mode_trains(seq):
+    """As a model keeps one from its first evaluation. Torch saves no inference tensor; stock saves the mask as numbers."""
+    with torch.inference_mode():
+        mask = make_mask("document", "inference", (1, 2, seq, seq), torch.float32)
+        plan, slopes = torch_flashsdpa.plan_mask(mask), torch.zeros(2)
+        assert mask.is_inference() and plan.is_inference() and slopes.is_inference()
+    q, k, v = (torch.randn(1, 2, seq, 16, requires_grad=True) for _ in range(3))
+    gradients = []
+    for backend in ("stock", "flashsdpa"):
+        with torch_flashsdpa.sdpa_backend(backend, strict=True):
+            gradients.append(torch.autograd.grad(sdpa(q, k, v, attn_mask=mask).square().sum(), (q, k, v)))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+    out = torch_flashsdpa.attention(q, k, v, mask_plan=plan, alibi_slopes=slopes)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), gradients[1])
+
+
 def test_another_tensor_in_the_memory_of_an_old_mask():
     """The same address, sizes, strides and version, as an allocator gives them; other contents."""
     q, k, v = qkv("memory")

@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,56 @@ def test_explain_follows_the_selection():
         assert explain(*inputs).selection == "flashsdpa (strict), scope of this thread"
     with pytest.raises(ValueError, match="backend is 'fast'"):
         explain(*inputs, backend="fast")
+
+
+def test_explain_sees_what_autocast_makes_of_the_inputs():
+    """The router is asked behind autocast, which also brings dtypes together."""
+    q, k, v = make()
+    mask = torch.randn(130, 130)
+    enable("flashsdpa")
+    with torch.autocast("cpu", torch.bfloat16):
+        explanation = explain(q, k, v.bfloat16(), mask)
+        with record_dispatch() as recorder:
+            F.scaled_dot_product_attention(q, k, v.bfloat16(), mask)
+        assert "autocast" not in explain(*(t.double() for t in (q, k, v))).call
+        nested = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)])
+        assert "nested" in explain(nested, nested, nested).reasons[0]
+    decision = next(row for row in recorder.rows if row["kind"] == "decision")
+    assert (explanation.chosen, explanation.reasons) == (decision["kernel"], decision["reasons"])
+    assert "bfloat16 cpu, mask bfloat16" in explanation.call and "cast by autocast" in explanation.call
+    assert explanation.plan().mixed == 1.0  # of the mask as given
+    assert "autocast" not in explain(q, k, v).call
+
+
+def test_a_subclass_is_the_reason_and_not_the_selection():
+    """In explain() and in the record alike; one without a __torch_dispatch__ of its own is as plain as any tensor."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Named(torch.Tensor):
+        pass
+
+    enable("flashsdpa")
+    wrappers = [TwoTensor(t, t.clone()) for t in make()]
+    with record_dispatch() as recorder:
+        F.scaled_dot_product_attention(*wrappers)
+    reasons = ["query is a TwoTensor; tensor subclasses are served by stock PyTorch"]
+    explanation = explain(*wrappers)
+    assert explanation.chosen == "stock" and explanation.reasons == reasons == recorder.rows[0]["reasons"]
+    assert all(reasons[0] in candidate["reasons"] for candidate in explanation.candidates)
+    named = [t.as_subclass(Named) for t in make(3, 1, 2, 70, 16)]
+    assert explain(*(t[0] for t in named)).chosen != "stock"
+    with sdpa_backend("flashsdpa", strict=True):
+        torch.vmap(F.scaled_dot_product_attention)(*named)
+
+
+@pytest.mark.parametrize("scale", (np.float32(0.5), torch.tensor(0.5), np.int64(2)), ids=("numpy float", "tensor", "numpy int"))
+def test_numbers_of_other_libraries_are_numbers(scale):
+    """As for SDPA; explain() takes what it takes."""
+    q = torch.randn(1, 2, 9, 8)
+    with torch_flashsdpa.sdpa_backend("flashsdpa", strict=True):
+        want = torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=scale)
+    assert torch.equal(torch_flashsdpa.attention(q, q, q, scale=scale), want)
+    assert torch_flashsdpa.explain(q, q, q, scale=scale, dropout_p=np.float32(0.0), backend="flashsdpa").chosen != "stock"
 
 
 def test_plan_counts_granules():
@@ -379,6 +430,13 @@ def test_doctor_notes_a_restricted_torch():
         assert any("limited to math" in note for note in torch_flashsdpa.doctor()["notes"])
 
 
+def test_doctor_notes_an_instruction_set_that_is_none(monkeypatch):
+    monkeypatch.setenv("TORCH_FLASHSDPA_CPU_ISA", "avx1024")
+    diagnosis = torch_flashsdpa.doctor()
+    assert any("CPU_ISA=avx1024 is not known and is ignored; use portable, avx2" in note for note in diagnosis["notes"])
+    assert "capped" not in str(diagnosis)
+
+
 @pytest.mark.parametrize("first", ("record_dispatch().__enter__()", "log('launches')", "explain(q, q, q)", "routed_calls()"))
 def test_any_report_may_be_the_first_use(run_python, first):
     code = f"import torch; from torch_flashsdpa import *; from torch_flashsdpa.report import log; q = torch.ones(1, 1, 4, 4); {first}"
@@ -405,3 +463,23 @@ def test_merging_an_empty_partial_changes_no_bit():
         assert torch.equal(merged_out, out) and torch.equal(merged_lse, lse)
     empty_out, empty_lse = torch_flashsdpa.merge_partials(nothing, no_lse, nothing, no_lse)
     assert torch.equal(empty_out, nothing) and torch.equal(empty_lse, no_lse)
+
+
+def test_merging_two_empty_partials_has_gradients():
+    """A row without a key in either part: no nan, neither in its own gradients nor in those of its keys."""
+    q, k, v = make(1, 1, 4, 8, grad=True)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[1], mask[2, :2], mask[3, 2:] = False, False, False
+    parts = [torch_flashsdpa.attention(q, k[:, :, part], v[:, :, part], mask[:, part], return_lse=True)
+             for part in (slice(2), slice(2, None))]  # fmt: skip
+    out, lse = torch_flashsdpa.merge_partials(*parts[0], *parts[1])
+    whole, whole_lse = torch_flashsdpa.attention(q, k, v, mask, return_lse=True)
+    for got, want in ((out, whole), (lse, whole_lse)):
+        gradients = (torch.autograd.grad(t, (q, k, v), torch.ones_like(t), retain_graph=True, allow_unused=True) for t in (got, want))
+        torch.testing.assert_close(*gradients)
+
+
+def test_merging_does_not_hide_nan():
+    out, lse = torch.ones(1, 2, 4), torch.tensor([[torch.nan, 0.0]])
+    merged, merged_lse = torch_flashsdpa.merge_partials(out, lse, out, torch.zeros(1, 2))
+    assert merged[0, 0].isnan().all() and merged_lse[0, 0].isnan() and merged[0, 1].isfinite().all()

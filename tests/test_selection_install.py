@@ -49,6 +49,20 @@ def test_import_activates_nothing_and_is_cheap(run_python):
     )
 
 
+def test_a_package_imported_twice_finds_the_flop_counter(run_python):
+    """As after a tool that drops modules to load them anew."""
+    run_python(
+        "import sys, torch\n"
+        "for turn in range(2):\n"
+        "    import torch_flashsdpa; torch_flashsdpa.enable('flashsdpa')\n"
+        "    for name in [name for name in sys.modules if name.startswith('torch_flashsdpa')]: del sys.modules[name]\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "with FlopCounterMode(display=False) as mode:\n"
+        "    torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3)\n"
+        "assert mode.get_total_flops() == 4 * 2 * 4 * 4 * 8, mode.get_total_flops()"
+    )
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["imported-before", "imported-after"])
 def test_flop_counter_counts_ours_whenever_it_is_imported(run_python, before):
     """It is not imported for it, and what is seen of its module is what would be seen without us."""

@@ -69,8 +69,9 @@ def attention(
     check_tensors(optional=True, attn_mask=attn_mask, mask_plan=mask_plan, alibi_slopes=alibi_slopes, sinks=sinks)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, bottom_right=bottom_right, return_lse=return_lse,
                 deterministic=deterministic, batch_invariant=batch_invariant)
-    check_numbers(dropout_p=dropout_p, softcap=softcap)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
+    check_numbers(dropout_p=dropout_p, softcap=softcap, scale=1.0 if scale is None else scale)
+    pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not pair or any(side is None or isinstance(side, (float, str)) for side in window):
         raise TypeError(f"window is {window!r}; give (left, right), two numbers of keys, -1 for no limit")
     lead = _check_ranks(query, key, value)
     if key.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
@@ -106,8 +107,10 @@ def attention(
         batch_invariant=batch_invariant,
     )
     if query.dim() != 4:
-        out = out.reshape(*query.shape[:-1], value.shape[-1])
-        lse = lse.reshape(query.shape[:-1])
+        # Views only where a backward must notice that they are edited: those made under no_grad() may not be, outside of it.
+        reshape = torch.reshape if out.requires_grad or in_transform() else torch.ops.aten._unsafe_view
+        out = reshape(out, (*query.shape[:-1], value.shape[-1]))
+        lse = reshape(lse, query.shape[:-1])
     return (out, lse) if return_lse else out
 
 
@@ -141,13 +144,14 @@ def merge_partials(out1, lse1, out2, lse2):
     if out1.shape != out2.shape or not out1.shape[:-1] == lse1.shape == lse2.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (out1, lse1, out2, lse2))
         raise RuntimeError(f"out1, lse1, out2, lse2 are {shapes}; give outs of one shape, and lses of it without the last axis")
-    top = torch.maximum(lse1, lse2)
-    base = torch.where(top == -torch.inf, 0.0, top)  # both empty: weights 0, not nan
+    top = torch.maximum(lse1, lse2).detach()  # cancels out
+    empty = top == -torch.inf  # both
+    base = torch.where(empty, 0.0, top)
     weight1, weight2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
-    total = weight1 + weight2
-    share1, share2 = (torch.where(total > 0, w / total, 0.0).unsqueeze(-1) for w in (weight1, weight2))
+    total = torch.where(empty, 1.0, weight1 + weight2)  # no 0 / 0: where() hides a nan, not that of its gradient
+    share1, share2 = ((w / total).unsqueeze(-1) for w in (weight1, weight2))
     out = out1.to(lse1.dtype) * share1 + out2.to(lse1.dtype) * share2
-    return out.to(out1.dtype), base + torch.log(total)
+    return out.to(out1.dtype), torch.where(empty, -torch.inf, base + torch.log(total))
 
 
 def _check_ranks(query, key, value):

@@ -102,17 +102,19 @@ def _kernel_library_text():
     return f"missing, {path}; install the package again, or build it with CMake"
 
 
+CPU_ISAS = ("portable", "avx2", "avx512", "amx")
+
+
 def cpu_isa(kernels):
     """The instruction set that CPU kernels use on this machine: the best that is available, by name."""
     available = [entry["isa"] for entry in kernels if entry["device"] == "cpu" and entry["available"]]
-    order = ("portable", "avx2", "avx512", "amx")
-    return max(available, key=lambda isa: order.index(isa) if isa in order else -1, default="none")
+    return max(available, key=lambda isa: CPU_ISAS.index(isa) if isa in CPU_ISAS else -1, default="none")
 
 
 def _processor_text(_C, kernels):
     features = [name for name, present in _C.cpu_features().items() if present]
     cap = os.environ.get("TORCH_FLASHSDPA_CPU_ISA")
-    capped = f", capped by TORCH_FLASHSDPA_CPU_ISA={cap}" if cap else ""
+    capped = f", capped by TORCH_FLASHSDPA_CPU_ISA={cap}" if cap in CPU_ISAS else ""
     return f"uses {cpu_isa(kernels)}{capped}; has {' '.join(features) or 'no vector extension'}; {torch.get_num_threads()} threads"
 
 
@@ -143,6 +145,9 @@ def _environment_notes(now):
             "TORCH_FLASHSDPA is set, but the package is not installed (only on the path), so torch cannot find its entry "
             "point; call enable(), or install the package"
         )
+    cap = os.environ.get("TORCH_FLASHSDPA_CPU_ISA")
+    if cap and cap not in CPU_ISAS:
+        notes.append(f"TORCH_FLASHSDPA_CPU_ISA={cap} is not known and is ignored; use {', '.join(CPU_ISAS)}")
     if now["problem"] and shutil.which("g++") is None:
         notes.append("g++ is not on the PATH; `python -m torch_flashsdpa build` needs it")
     return notes

@@ -72,6 +72,11 @@ def innermost(tensor):
     return tensor
 
 
+def dispatches_in_python(tensor):
+    """Whether the tensor's type has a __torch_dispatch__ of its own, as fake tensors and wrappers have."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def tracing_context():
     """The torch._guards.TracingContext of the compilation running on this thread, or None."""
     try:

@@ -101,12 +101,12 @@ def _scope(token):
 
 
 def answer(query, key, value, attn_mask, dropout_p):
-    """The router's question: (backend, strict, batch_invariant, traced) for these tensors. Backend 0 leaves the call to stock
-    PyTorch; the answer is final about torch's own backend settings too. Not traced: plain tensors, and nothing to be
-    answered."""
+    """The router's question: (backend, strict, batch_invariant, traced, reason) for these tensors. Backend 0 leaves the call to
+    stock PyTorch, for the reason if there is one beside the selection; the answer is final about torch's own backend settings
+    too. Not traced: plain tensors, and nothing to be answered."""
     inner = [None if t is None else _dynamo_compat.innermost(t) for t in (query, key, value, attn_mask)]
-    if all(t is None or type(t) in PLAIN_TYPES for t in inner):
-        return STOCK, False, False, False
+    if not any(t is not None and _dynamo_compat.dispatches_in_python(t) for t in inner):
+        return STOCK, False, False, False, ""
     context = _dynamo_compat.tracing_context()
     in_graph = getattr(context, "flashsdpa_scopes", None)
     begun = None
@@ -119,10 +119,10 @@ def answer(query, key, value, attn_mask, dropout_p):
         backend, strict, batch_invariant, _ = begun or _C.current_selection()
         reason = _C.stock_only() or refusal(*inner, dropout_p)
     if backend == STOCK or reason is None:
-        return backend, strict, batch_invariant, True
+        return backend, strict, batch_invariant, True, ""
     if strict:
         raise RuntimeError(f"flashsdpa cannot serve this call and strict=True forbids the fallback to stock: {reason}")
-    return STOCK, strict, batch_invariant, True
+    return STOCK, strict, batch_invariant, True, reason
 
 
 def refusal(query, key, value, attn_mask, dropout_p):

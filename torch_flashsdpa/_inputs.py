@@ -1,5 +1,7 @@
 """What the public functions ask of their arguments before they look at a shape."""
 
+import numbers
+
 import torch
 
 
@@ -25,10 +27,12 @@ def check_flags(**flags):
             raise TypeError(f"{name} is {_short(flag)}; give True or False")
 
 
-def check_numbers(**numbers):
-    """TypeError for what is no real number."""
-    for name, number in numbers.items():
-        if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+def check_numbers(**named):
+    """TypeError for what torch takes for no real number: it takes numpy's too, and tensors of one without a gradient."""
+    for name, number in named.items():
+        if isinstance(number, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
+            continue
+        if not isinstance(number, torch.Tensor) or number.dim() > 0 or number.requires_grad or number.is_complex():
             raise TypeError(f"{name} is {_short(number)}; give a number")
 
 

@@ -37,7 +37,8 @@ def _with_heads(shape, query):
 
 def register():
     """Make torch.utils.flop_counter.FlopCounterMode count our ops, from its import on. A second call does nothing."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    # By name: of a package that is imported a second time the first import's finder serves on; two would ask each other for ever.
+    if not any((type(finder).__module__, type(finder).__name__) == (__name__, "_Finder") for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     if _COUNTER in sys.modules:
         _register_now()

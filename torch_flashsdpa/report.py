@@ -9,8 +9,9 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from . import _loader, selection
+from . import _dynamo_compat, _hook, _loader, selection
 from ._inputs import check_flags, check_numbers, check_tensors
 
 logger = logging.getLogger("torch_flashsdpa")
@@ -197,15 +198,48 @@ def explain(
         backend, strict, chosen_by = now["backend"], now["strict"], selection.describe(now)
     else:
         number, strict, chosen_by = selection.number(backend), False, f"{backend}, as asked"
-    call = _call_text(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    given = (query, key, value, attn_mask)
+    inputs = _cast_by_autocast(given)
+    call = _call_text(*inputs, dropout_p, is_causal, enable_gqa) + (", cast by autocast" if inputs is not given else "")
     if library.module is None:
         return Explanation("stock", [library.problem], [], {}, call, chosen_by, attn_mask)
     answer = library.module.explain(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, selection.number(backend), strict
+        *inputs, dropout_p, is_causal, scale, enable_gqa, selection.number(backend), strict
     )
+    reason = _reason_of_types(*inputs, dropout_p) if answer["chosen"] != "stock" else None
+    if reason is not None:
+        candidates = [c | {"reasons": [reason, *c["reasons"]]} for c in answer["candidates"]]
+        return Explanation("stock", [reason], candidates, {}, call, chosen_by, attn_mask)
     return Explanation(
         answer["chosen"], answer["reasons"], answer["candidates"], answer["config"], call, chosen_by, attn_mask
     )
+
+
+def _cast_by_autocast(tensors):
+    """What autocast hands on to the router, as fake tensors; `tensors` as they are where it changes none of them."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    if any(t is not None and type(t) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
+        return tensors
+    dtype, mode = torch.get_autocast_dtype(device), FakeTensorMode()
+
+    def cast(t):
+        stays = t is None or t.is_nested or not t.is_floating_point() or t.dtype in (torch.float64, dtype)
+        if stays or t.device.type != device or _dynamo_compat.innermost(t) is not t:
+            return t
+        return (t if isinstance(t, FakeTensor) else mode.from_tensor(t)).to(dtype)
+
+    result = tuple(map(cast, tensors))
+    return tensors if all(new is old for new, old in zip(result, tensors)) else result
+
+
+def _reason_of_types(query, key, value, attn_mask, dropout_p):
+    """Why the router leaves tensors of these types to stock, or None. It asks only where one of them dispatches in Python."""
+    inner = [None if t is None else _dynamo_compat.innermost(t) for t in (query, key, value, attn_mask)]
+    if not any(t is not None and _dynamo_compat.dispatches_in_python(t) for t in inner):
+        return None
+    return _hook.refusal(*inner, dropout_p)
 
 
 def _check_explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):

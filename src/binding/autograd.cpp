@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
+#include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -213,9 +214,14 @@ ForwardResult forward_autograd(FLASHSDPA_FORWARD_PARAMS) {
     set_tangent(out, std::get<0>(t));
     set_tangent(lse, std::get<1>(t));
   }
-  if (grad)
-    node->save({query, key, value, with_tensors(options, attn_mask, plan, rng_state, alibi_slopes, sinks)}, out, lse,
+  if (grad) {
+    // An inference tensor cannot be saved. What has no gradient is copied: stock saves a bool mask as numbers, and so takes one.
+    const auto savable = [](const OptTensor& t) { return given(t) && t->is_inference() ? OptTensor(t->clone()) : t; };
+    const OptTensor kept_mask = mask.defined() && mask.scalar_type() == at::kBool ? savable(attn_mask) : attn_mask,
+                    kept_plan = savable(plan), kept_slopes = savable(alibi_slopes);
+    node->save({query, key, value, with_tensors(options, kept_mask, kept_plan, rng_state, kept_slopes, sinks)}, out, lse,
                /*out_is_mine=*/true);
+  }
   return result;
 }
 

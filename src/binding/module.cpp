@@ -50,13 +50,14 @@ py::object& python_observer() {
 }
 
 Selection ask_python(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
-                     double dropout_p, bool* traced) {
+                     double dropout_p, bool* traced, std::string* reason) {
   py::gil_scoped_acquire gil;
   try {
     const py::object mask = given(attn_mask) ? py::cast(*attn_mask) : py::none();
-    const auto [backend, strict, batch_invariant, tracing] =
-        python_hook()(query, key, value, mask, dropout_p).cast<std::tuple<int, bool, bool, bool>>();
+    const auto [backend, strict, batch_invariant, tracing, why] =
+        python_hook()(query, key, value, mask, dropout_p).cast<std::tuple<int, bool, bool, bool, std::string>>();
     *traced = tracing;
+    *reason = why;
     // The hook has the last word about torch's own backends: mark the answer as newer than their settings.
     return {to_backend(backend), strict, batch_invariant, /*scoped=*/true, enabled_torch_backends()};
   } catch (py::error_already_set& error) {
@@ -272,8 +273,8 @@ PYBIND11_MODULE(_C, m) {
         python_hook() = std::move(f);
         set_hook(&ask_python);
       },
-      "f(query, key, value, attn_mask, dropout_p) -> (backend, strict, batch_invariant, traced), asked for tensors with the Python "
-      "dispatch key and those that torch.func has wrapped.");
+      "f(query, key, value, attn_mask, dropout_p) -> (backend, strict, batch_invariant, traced, reason), asked for tensors with the "
+      "Python dispatch key and those that torch.func has wrapped.");
   m.def(
       "set_observer",
       [](py::object f) {

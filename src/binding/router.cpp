@@ -1,6 +1,7 @@
 #include "router.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 
 #include <atomic>
@@ -84,7 +85,7 @@ void notify(const Request& r, const char* kernel, const std::vector<std::string>
            traced ? "traced" : "eager"});
 }
 
-Tensor serve(const Request& r, const Normalised& n, const Selection& selection) {
+Tensor serve(const Request& r, const Normalised& n, const Selection& selection, bool traced) {
   OptTensor plan;
   if (n.attn_mask.has_value() && worth_planning(n.query, n.key, *n.attn_mask, n.query.device()))
     plan = call_mask_plan(*n.attn_mask);
@@ -99,12 +100,18 @@ Tensor serve(const Request& r, const Normalised& n, const Selection& selection) 
                         .deterministic = at::globalContext().deterministicAlgorithms(),
                         .batch_invariant = selection.batch_invariant};
   const Tensor out = std::get<0>(call_forward({n.query, n.key, n.value, options}));
-  return n.rank == 4 ? out : restore_rank(out, n);
+  if (n.rank == 4) return out;
+  // To autograd no view of `out` where nothing is recorded: what no_grad() made may be edited outside of it, a view of it not.
+  if (!traced && !any_wrapped(r) && !out.requires_grad() && !out._fw_grad(/*level=*/0).defined()) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return restore_rank(out, n);
+  }
+  return restore_rank(out, n);
 }
 
 // Traced calls ask the hook, which puts a guard on the selection; only where the answer can matter. So do calls whose
 // tensors are wrapped: it can look inside, and says whether they are traced.
-Selection selection_for(const Request& r, bool* traced) {
+Selection selection_for(const Request& r, bool* traced, std::string* reason) {
   *traced = any_python_dispatch(r);
   if (!*traced && !any_wrapped(r)) return current_selection();
   const auto ask = hook.load(std::memory_order_relaxed);
@@ -114,11 +121,12 @@ Selection selection_for(const Request& r, bool* traced) {
   const Call call{r.query, r.key, r.value, options};
   check_kinds(call, kinds);
   if (!kinds.ok() && !strict_possible()) return {};
-  const Selection answer = ask(r.query, r.key, r.value, r.attn_mask, r.dropout_p, traced);
+  const Selection answer = ask(r.query, r.key, r.value, r.attn_mask, r.dropout_p, traced, reason);
   return *traced ? answer : current_selection();
 }
 
-Tensor refuse(const Request& r, const Selection& selection, bool traced) {
+// reason: of the hook, empty where the router has its own.
+Tensor refuse(const Request& r, const Selection& selection, bool traced, const std::string& reason) {
   if (!selection.strict && !observing()) {
     if (!traced && !any_wrapped(r)) remember_refused(r, selection);
     return stock(r);
@@ -126,7 +134,10 @@ Tensor refuse(const Request& r, const Selection& selection, bool traced) {
   std::vector<std::string> list;
   Reasons reasons(&list);
   Normalised n;
-  decide(r, r.query.device(), selection, n, reasons);
+  if (reason.empty())
+    decide(r, r.query.device(), selection, n, reasons);
+  else
+    list.push_back(reason);
   notify(r, "stock", list, selection, traced);
   TORCH_CHECK(!selection.strict || selection.backend == Backend::kStock,
               "flashsdpa cannot serve this call and strict=True forbids the fallback to stock: ", join(list, "; "));
@@ -139,18 +150,19 @@ Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const 
              bool is_causal, std::optional<double> scale, bool enable_gqa) {
   const Request request{query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa};
   bool traced = false;
-  const Selection selection = selection_for(request, &traced);
+  std::string reason;
+  const Selection selection = selection_for(request, &traced, &reason);
   if (!observing() && (selection.backend == Backend::kStock || refused_before(request, selection)))
     return stock(request);
   Normalised n;
   Reasons reasons;
   decide(request, query.device(), selection, n, reasons);
-  if (!reasons.ok()) return refuse(request, selection, traced);
+  if (!reasons.ok()) return refuse(request, selection, traced, reason);
   if (observing()) [[unlikely]] {
     const Options options = options_of(request, n.attn_mask, selection);
     notify(request, forward_entry({n.query, n.key, n.value, options})->name, {}, selection, traced);
   }
-  return serve(request, n, selection);
+  return serve(request, n, selection, traced);
 }
 
 void set_hook(Hook f) { hook.store(f); }

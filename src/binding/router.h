@@ -17,10 +17,10 @@ Tensor route(const Tensor& query, const Tensor& key, const Tensor& value, const 
              bool is_causal, std::optional<double> scale, bool enable_gqa);
 
 // Asked for tensors with the Python dispatch key (fake and functional tensors, subclasses), and those that torch.func has
-// wrapped: the selection that holds for the trace, and whether there is one. The answer is final about torch's own backend
-// settings too.
+// wrapped: the selection that holds for the trace, and whether there is one; with stock, why, if there is a reason beside the
+// selection. The answer is final about torch's own backend settings too.
 using Hook = Selection (*)(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& attn_mask,
-                           double dropout_p, bool* traced);
+                           double dropout_p, bool* traced, std::string* reason);
 void set_hook(Hook hook);
 
 // The arguments of SDPA.

@@ -113,4 +113,13 @@ FAULTS = [
           "_compiled_selection() or _C.current_selection()", "_C.current_selection()", "tests/test_compile_race.py"),
     Fault("calls of one graph decided apart", "torch_flashsdpa/_hook.py",
           "begun or _C.current_selection()", "_C.current_selection()", "tests/test_compile_race.py"),
+    Fault("merging two empty partials gives nan gradients", "torch_flashsdpa/_attention.py",
+          "torch.where(empty, 1.0, weight1 + weight2)", "weight1 + weight2", "tests/test_report.py -k merging"),
+    Fault("explain does not see autocast", "torch_flashsdpa/report.py",
+          "not torch.is_autocast_enabled(device)", "True", "tests/test_report.py -k autocast"),
+    Fault("explain does not see subclasses", "torch_flashsdpa/report.py",
+          "    if reason is not None:\n        candidates", "    if False:\n        candidates", "tests/test_report.py -k subclass"),
+    Fault("a package imported twice has two finders", "torch_flashsdpa/flops.py",
+          '(type(finder).__module__, type(finder).__name__) == (__name__, "_Finder")', "isinstance(finder, _Finder)",
+          "tests/test_selection_install.py -k imported_twice"),
 ]
