@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_flashsdpa import cli
-from torch_flashsdpa.bench import lengths, output, turns
+from torch_flashsdpa.bench import lengths, measure, output, turns
 from torch_flashsdpa.bench.cases import Case
 
 
@@ -116,3 +116,11 @@ def test_command_without_a_match(capsys):
 def test_a_record_is_named_after_what_was_measured(machine, cudnn, stem):
     run = {"grid": "length", "date": "2026-01-02T03:04:05", "machine": machine, "cudnn": cudnn, "threads": 2, "isa": "avx2"}
     assert re.fullmatch(stem, output.file_stem(run))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_dropout_multiplies_weights_by(dtype):
+    """Of the reference that results are held against: as precise as float64 asks for."""
+    inputs = dict(query=torch.zeros(1, 1, 8, 16, dtype=getattr(torch, dtype)), dropout_p=0.1)
+    factor = measure._dropout_factor({**inputs, "key": inputs["query"], "enable_gqa": False, "scale": None})
+    assert factor.dtype == torch.float64 and set(factor.unique().tolist()) <= {0.0, 65536 / (65536 - round(0.1 * 65536))}

@@ -61,7 +61,7 @@ def _dropout_factor(inputs):
         with ours():
             parts.append(run_once({**inputs, **zeros, "value": units, "attn_mask": None, "is_causal": False}, None)[0])
     kept = torch.cat(parts, -1) != 0
-    return kept / (1 - round(inputs["dropout_p"] * 2**16) / 2**16)
+    return kept.double() / (1 - round(inputs["dropout_p"] * 2**16) / 2**16)
 
 
 def _slices(inputs, grad_out, factor=None):
