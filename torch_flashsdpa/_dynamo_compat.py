@@ -77,6 +77,12 @@ def dispatches_in_python(tensor):
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
+def innermost_dispatching(tensors):
+    """The innermost of each tensor or None, as a list; None where no type of theirs dispatches in Python."""
+    inner = [None if t is None else innermost(t) for t in tensors]
+    return inner if any(t is not None and dispatches_in_python(t) for t in inner) else None
+
+
 def tracing_context():
     """The torch._guards.TracingContext of the compilation running on this thread, or None."""
     try:

@@ -104,8 +104,8 @@ def answer(query, key, value, attn_mask, dropout_p):
     """The router's question: (backend, strict, batch_invariant, traced, reason) for these tensors. Backend 0 leaves the call to
     stock PyTorch, for the reason if there is one beside the selection; the answer is final about torch's own backend settings
     too. Not traced: plain tensors, and nothing to be answered."""
-    inner = [None if t is None else _dynamo_compat.innermost(t) for t in (query, key, value, attn_mask)]
-    if not any(t is not None and _dynamo_compat.dispatches_in_python(t) for t in inner):
+    inner = _dynamo_compat.innermost_dispatching((query, key, value, attn_mask))
+    if inner is None:
         return STOCK, False, False, False, ""
     context = _dynamo_compat.tracing_context()
     in_graph = getattr(context, "flashsdpa_scopes", None)

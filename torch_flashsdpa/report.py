@@ -236,10 +236,8 @@ def _cast_by_autocast(tensors):
 
 def _reason_of_types(query, key, value, attn_mask, dropout_p):
     """Why the router leaves tensors of these types to stock, or None. It asks only where one of them dispatches in Python."""
-    inner = [None if t is None else _dynamo_compat.innermost(t) for t in (query, key, value, attn_mask)]
-    if not any(t is not None and _dynamo_compat.dispatches_in_python(t) for t in inner):
-        return None
-    return _hook.refusal(*inner, dropout_p)
+    inner = _dynamo_compat.innermost_dispatching((query, key, value, attn_mask))
+    return None if inner is None else _hook.refusal(*inner, dropout_p)
 
 
 def _check_explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
